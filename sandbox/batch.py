@@ -1,8 +1,8 @@
 """Batch: the log-probabilities of one batch of responses under every policy that had a say in it.
 
-Names (THEORY: who is who): pi = trainer now (`logp_train`), mu = trainer's engine at the sampler's weights (`logp_sync`),
-q = what the sampler drew from (`logp_rollout`). Per token: discrepancy d = log mu - log q, lag g = log pi - log mu,
-total t = log pi - log q = d + g. Log ratios are always trainer minus sampler, in nats.
+Names (THEORY, who is who): pi = trainer now (`logp_train`), mu = trainer's engine at the sampler's weights
+(`logp_sync`), q = what the sampler drew from (`logp_rollout`). Per token: discrepancy d = log mu - log q, lag
+g = log pi - log mu, total t = log pi - log q = d + g. Log ratios are always trainer minus sampler, in nats.
 """
 
 from dataclasses import dataclass, fields

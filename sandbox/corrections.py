@@ -1,4 +1,4 @@
-"""Corrections for off-policy samples: frozen dataclasses that turn a Batch into weights, kept tokens and a centred score.
+"""Corrections for off-policy samples: frozen dataclasses that turn a Batch into weights, kept tokens, a centred score.
 
 A correction is data (it sits in a TOML, a sweep, a table) with a short `__call__(batch) -> Corrected`. The update it
 stands for is, per response, sum_t weight_t A_t (grad log pi(y_t) - sum_a centre_t(a) grad log pi(a)) over kept tokens;
@@ -149,7 +149,7 @@ class CIS:
 
 @dataclass(frozen=True)
 class DLC:
-    """Discrepancy-lag correction (Li, Zhou and Lan 2026; our reading of the abstract): centre d, weight by the lag ratio.
+    """Discrepancy-lag correction (Li, Zhou and Lan 2026; our reading of the abstract): centre d, weight by r.
 
     weight = min(r, cap) with r = pi/mu, never pi/q; the score is centred at c(.|s) proportional to q min(r, cap) (token
     level) or q r (sequence level: no clip inside the expectation). Pair it with `mismatch.EssBelow` for the resync.

@@ -32,10 +32,20 @@ def ess(log_weight: Array) -> Array:
     return masked(fraction, alive, math.nan)
 
 
+def ess_influence(log_weight: Array) -> Array:
+    """Relative influence of each unit on `ess`: u_i = 2 w_i / m1 - w_i^2 / m2 - 1, m1 and m2 the means of w and w^2.
+
+    (..., n) -> (..., n); sums to 0 along n.
+    """
+    xp = namespace(log_weight)
+    w = xp.exp(log_weight - xp.max(log_weight, axis=-1, keepdims=True))
+    return 2 * w / xp.mean(w, axis=-1, keepdims=True) - w**2 / xp.mean(w**2, axis=-1, keepdims=True) - 1
+
+
 def ess_standard_error(log_weight: Array, group: Array) -> float:
     """Standard error of `ess` by the delta method, responses of one prompt taken as one cluster.
 
-    With u_i = 2 w_i / m1 - w_i^2 / m2 - 1 (m1, m2: means of w and w^2), ESS varies by ESS * sum_groups (sum_i u_i)^2 / n^2.
+    With u_i the `ess_influence`, the relative variance of ESS is sum over groups of (sum_i u_i)^2 / n^2.
     Flattering where tails are heavy: a sample cannot see the weights it did not draw.
 
     Args:
@@ -43,8 +53,7 @@ def ess_standard_error(log_weight: Array, group: Array) -> float:
         group: prompt of each response. int numpy (n,)
     """
     xp = namespace(log_weight)
-    w = xp.exp(log_weight - xp.max(log_weight))
-    influence = 2 * w / xp.mean(w) - w**2 / xp.mean(w**2) - 1
+    influence = ess_influence(log_weight)
     per_group = xp.asarray([float(xp.sum(influence[group == g])) for g in xp.unique_values(group)])
     return float(ess(log_weight)) * float(xp.sum(per_group**2)) ** 0.5 / log_weight.shape[0]
 
@@ -62,7 +71,7 @@ def sequence_log_weight(batch: Batch, source: str = "total") -> Array:
 
 
 def kl_sampler_train(batch: Batch) -> dict[str, float]:
-    """Per-token estimators of KL(q || pi) from tokens drawn by q: k1 = -t, k2 = t^2/2, k3 = e^t - 1 - t (Schulman 2020).
+    """Token estimators of KL(q || pi) from tokens drawn by q: k1 = -t, k2 = t^2/2, k3 = e^t - 1 - t (Schulman 2020).
 
     k1 and k3 are unbiased, k3 is never negative, k2 is biased. t = log pi - log q.
     """

@@ -1,4 +1,4 @@
-"""Log-ratio primitives, each one line of mathematics: levels, truncation, bands, the log-odds cap, the centring distribution.
+"""Log-ratio primitives, one line of mathematics each: levels, truncation, bands, log-odds cap, centring distribution.
 
 All take log ratios (trainer minus sampler, nats) that are already 0 at masked places (`Batch.total`, `.lag`,
 `.discrepancy`), and bounds on the ratio itself, never on its inverse. An infinite cap or a zero lower bound is off.

@@ -1,0 +1,1 @@
+"""Speed as ratios within one run; never a test. `make bench` runs all of them."""

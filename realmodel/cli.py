@@ -1,0 +1,155 @@
+"""The command `mismatch`. Bad input and interruptions are one clear line on standard error and exit status 2.
+
+With --json a command prints one JSON object on standard output and nothing else: everything that the engine and
+its libraries print goes to standard error.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sandbox import report, results
+from sandbox.errors import BadInput
+
+NEEDED_MB = 300  # of disk for a run folder and the cached small model
+
+Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
+Json = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
+
+
+def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False) -> None:
+    """Predict, simulate and observe an ESS collapse: tabular theory, then a small Qwen3 sampled by vLLM.
+
+    Args:
+        fast: a smaller demo, under two minutes once the small model is cached.
+        seeds: stale runs of each kind (and one on-policy run more).
+    """
+    if seeds < 1:
+        raise BadInput(f"seeds is {seeds}, expected 1 or more")
+    folder = _folder(out, "demo")
+    with _quiet_stdout() as stdout, _bar() as bar:
+        from realmodel import demo as demos  # torch and transformers take seconds to import
+
+        size = replace(demos.FAST if fast else demos.FULL, seeds=seeds)
+        task = bar.add_task("starting", total=demos.work(size))
+        outcome = demos.run(size, folder, lambda what, done: bar.update(task, description=what, advance=done))
+        bar.update(task, description="done", completed=demos.work(size))
+        _print(stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": outcome["runs"]})
+        if not json:
+            stdout.write(f"figures and explanation: {folder / 'report.html'}\n")
+
+
+def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = False) -> None:
+    """One real-model run from a TOML config; prints its last measurements.
+
+    Args:
+        config: TOML file, see realmodel/configs.
+    """
+    from sandbox import config as configs
+
+    with _quiet_stdout() as stdout, _bar() as bar:
+        from realmodel import model as policy
+        from realmodel import sampler, tasks
+        from realmodel import train as loop
+
+        settings = configs.load(config, loop.RunConfig)
+        tasks.get(settings.task)
+        folder = _folder(out, config.stem)
+        task = bar.add_task("starting", total=settings.steps)
+        path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
+        llm = sampler.start(path, settings.engine)
+        learner = loop.learner(path, settings)
+
+        def progress(row: dict) -> None:
+            bar.update(task, description=f"update {row['step'] + 1}, reward {row['reward']:.2f}", advance=1)
+
+        steps = loop.train(settings, llm, learner, folder, progress)
+        last = steps.tail(1).with_columns(pass_rate=steps.tail(1)["pass_probability"].list.mean())
+        kept = {k: v for k, v in last.drop("pass_probability").to_dicts()[0].items() if v is not None}
+        _print(stdout, kept | {"folder": str(folder)}, json, {config.stem: [kept]})
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        tyro.extras.subcommand_cli_from_dict({"demo": demo, "train": train}, prog="mismatch")
+    except BadInput as error:
+        print(f"mismatch: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mismatch: interrupted; the whole steps are in the run folder, nothing is half-written", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _folder(out: Path | None, name: str) -> Path:
+    """The run folder to make, refused before any work where it holds something or its disk is full."""
+    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free / 1e6
+    if free < NEEDED_MB:
+        raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
+    return folder
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[Any]:
+    """The real standard output; what anything else writes to file descriptor 1 meanwhile goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as real:
+        os.dup2(2, 1)
+        try:
+            yield real
+        finally:
+            real.flush()
+            sys.stdout.flush()
+            os.dup2(real.fileno(), 1)
+
+
+def _bar() -> Progress:
+    columns = (
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _print(stdout: Any, outcome: dict, as_json: bool, tables: dict[str, list[dict[str, Any]]]) -> None:
+    if as_json:
+        stdout.write(results.to_json(outcome) + "\n")
+        return
+    console = Console(file=stdout, width=None if stdout.isatty() else 200)
+    for title, rows in tables.items():
+        rows = report.aligned(rows)
+        table = Table(title=title, title_justify="left")
+        for name in rows[0]:
+            table.add_column(name.replace("_", " "), justify="left" if name == "run" else "right")
+        for row in rows:
+            table.add_row(*map(report.cell, row.values()))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

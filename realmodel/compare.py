@@ -1,0 +1,154 @@
+"""Predicted against observed: what the steps tables of real runs say about their ess_step and failure_step.
+
+Two events, two names. `ess_step`: updates since the sync until the sequence ESS of the lag, on a fixed probe of at
+least 1,024 responses, is below the threshold. `failure_step`: first lasting drop of the pass rate below on-policy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from realmodel import model as policy
+from realmodel.align import Rollout, pad, predicted_by
+from sandbox import theory
+from sandbox.errors import BadInput
+
+STANDARD_ERRORS = 3.0
+LASTING = 5  # a drop counts if it lasts for this many measurements
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where the probe's ESS first passed the threshold, in updates since the sync; inf: not while this sync lasted.
+
+    low, high: the same for ESS - 1.96 and + 1.96 standard errors.
+    measured: updates for which the sync was watched.
+    """
+
+    step: float
+    low: float
+    high: float
+    measured: int
+
+
+def first_sync(steps: pl.DataFrame) -> pl.DataFrame:
+    """The measurements between a run's start and its first resync: columns k, ess, ess_se, var_log_ratio, token_kl.
+
+    Raises BadInput for a run whose config had no probe.
+    """
+    if "probe_ess" not in steps.columns:
+        raise BadInput("steps has no probe_ess: the run was made with probe = 0")
+    return steps.filter(pl.col("version_rollout") == 0).select(
+        pl.col("steps_since_sync").alias("k"),
+        pl.col("probe_ess").alias("ess"),
+        pl.col("probe_ess_se").alias("ess_se"),
+        pl.col("probe_var_log_ratio").alias("var_log_ratio"),
+        pl.col("probe_token_kl").alias("token_kl"),
+    )
+
+
+def observed_ess_step(since_sync: pl.DataFrame, threshold: float = 0.5) -> Crossing:
+    """First k at which the probe's ESS is below the threshold, from the table of `first_sync`."""
+    k, ess, margin = since_sync["k"], since_sync["ess"], 1.96 * since_sync["ess_se"]
+
+    def first(values: pl.Series) -> float:
+        below = k.filter(values < threshold)
+        return float(below[0]) if len(below) else math.inf
+
+    return Crossing(first(ess), first(ess - margin), first(ess + margin), int(k[-1]))
+
+
+def predicted_ess_step(since_sync: pl.DataFrame, horizon: int, threshold: float = 0.5) -> theory.Fit:
+    """The out-of-sample prediction: a k^2 + b k fitted to the first steps' Var[log r] only (theory.fit_collapse)."""
+    later = since_sync.filter(pl.col("k") > 0)
+    return theory.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), threshold, horizon)
+
+
+def pass_rates(steps: pl.DataFrame) -> np.ndarray:
+    """Exact pass probability before each update and after the last, by held-out problem. (steps + 1, problems)"""
+    return np.array(steps["pass_probability"].to_list())
+
+
+def shortfall(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """How far a run's pass rate lies below the mean of the on-policy runs, and the standard error of that.
+
+    The error adds two sources: the held-out problems (paired, the same for every run) and the training seed, whose
+    variance is pooled over all steps of the on-policy runs and counted once for the run and 1/m for their mean.
+
+    Args:
+        run: (K, problems)
+        on_policy: m >= 2 runs, each (K, problems)
+    Returns:
+        (difference, standard_error), each (K,); positive differences are below on-policy.
+    """
+    if len(on_policy) < 2:
+        raise BadInput(f"on_policy has {len(on_policy)} run; the seed's noise needs two")
+    mean = np.mean(on_policy, axis=0)
+    difference = mean - run
+    seed_variance = np.var([r.mean(axis=1) for r in on_policy], axis=0, ddof=1).mean()
+    problem_variance = difference.var(axis=1, ddof=1) / difference.shape[1]
+    return difference.mean(axis=1), np.sqrt(problem_variance + seed_variance * (1 + 1 / len(on_policy)))
+
+
+def failure_step(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> float:
+    """First update from which the run is more than 3 standard errors below on-policy 5 times in a row; inf if none."""
+    difference, error = shortfall(run, on_policy)
+    failed = difference > STANDARD_ERRORS * error
+    for step in range(len(failed) - LASTING + 1):
+        if failed[step : step + LASTING].all():
+            return float(step)
+    return math.inf
+
+
+def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
+    """KL(of || to) of whole responses, nats: the exact KL of every next-token distribution, summed over each response.
+
+    Args:
+        learner: model and tokenizer that the weights belong to.
+        responses: drawn from the policy at weights `of`.
+        of, to: weight snapshots.
+    """
+    ids, attention = pad(responses, learner.tokenizer.pad_token_id)
+    rows, _, mask = predicted_by(responses)
+    first, second = (policy.log_probs(learner.model, ids, attention, weights=w) for w in (of, to))
+    per_token = (first.exp() * (first - second)).sum(-1)
+    return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
+
+
+def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: float = 0.5) -> dict[str, Any]:
+    """One run's row of the demo's table and of `mismatch demo --json`, but for the KL from on-policy."""
+    rates = pass_rates(steps)
+    difference, error = shortfall(rates, on_policy)
+    watched = first_sync(steps)
+    observed = observed_ess_step(watched, threshold)
+    fit = predicted_ess_step(watched, horizon=len(steps) - 1, threshold=threshold)
+    at = watched.filter(pl.col("k") == observed.step)["token_kl"]
+    return {
+        "predicted_ess_step": fit.ess_step,
+        "prediction": fit.status,
+        "points_fitted": fit.points_used,
+        "observed_ess_step": observed.step,
+        "observed_interval": [observed.low, observed.high],
+        "watched_updates": observed.measured,
+        "failure_step": failure_step(rates, on_policy),
+        "token_kl_at_ess_step": float(at[0]) if len(at) else math.nan,
+        "final_pass_rate": float(rates[-1].mean()),
+        "final_shortfall": float(difference[-1]),
+        "final_shortfall_se": float(error[-1]),
+        "syncs": int(steps["synced"].sum()),
+        "longest_below_threshold": longest_run(steps["probe_ess"].to_numpy() < threshold),
+    }
+
+
+def longest_run(flags: np.ndarray) -> int:
+    """The largest number of consecutive True."""
+    longest = current = 0
+    for flag in flags:
+        current = current + 1 if flag else 0
+        longest = max(longest, current)
+    return longest

@@ -1,0 +1,317 @@
+"""The policy: build or load a Qwen3, evaluate its log-probabilities at its own or at earlier weights, sample from it.
+
+`build` makes the small default policy by supervised training on deliberately corrupted answers, so that it is right
+less than half the time at temperature 1 although its most likely answer is nearly always right: reinforcement
+learning then only has to sharpen it. `log_probs(..., weights=snapshot)` is the trainer's engine at another version
+of its weights, without a second model.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import string
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from realmodel import tasks
+from realmodel.align import Rollout, pad_ids
+from realmodel.tasks import Problem
+from sandbox.errors import BadInput
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = string.digits + string.ascii_lowercase + " >+-*/=()[]{}<,.:;?!#|&%$@"  # with PAD and EOS: 64 tokens
+EVALUATED = 1024  # held-out problems
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the small policy is built; any change means another folder in the cache.
+
+    Args:
+        task: key of tasks.TASKS.
+        corruption: probability that an answer character is replaced by a random one in supervised training.
+        steps, batch, learning_rate: of AdamW, with a short warm-up and a cosine to zero.
+        seed: of initialisation and data.
+        hidden, layers, heads, kv_heads, head_dim, intermediate: shape of the Qwen3.
+    """
+
+    task: str = "sort8"
+    corruption: float = 0.1
+    steps: int = 300
+    batch: int = 256
+    learning_rate: float = 4e-3
+    seed: int = 0
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 192
+
+
+def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
+    """Folder of the policy that the recipe describes, built where the cache has none.
+
+    The cache is $MISMATCH_CACHE or ~/.cache/mismatch-sandbox. The same recipe gives the same weights on one machine
+    at one number of threads. `progress` is called with (step, steps, loss). Raises BadInput for an unknown task.
+    """
+    task = tasks.get(recipe.task)
+    cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
+    key = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache / f"{recipe.task}-{key}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    _no_progress_bars()
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+    try:
+        begin = time.perf_counter()
+        tokenizer = char_tokenizer()
+        model = initialise(recipe, tokenizer)
+        _train(model, tokenizer, task, recipe, progress)
+        held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        record = {
+            "recipe": dataclasses.asdict(recipe),
+            "held_out": EVALUATED,
+            "pass_probability": float(pass_probability(model, held_out, tokenizer).mean()),
+            "greedy_accuracy": float(greedy_right(model, held_out, tokenizer).float().mean()),
+            "seconds": time.perf_counter() - begin,
+        }
+        (unfinished / "recipe.json").write_text(json.dumps(record, indent=1))
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process built the same recipe meanwhile; its weights serve as well
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, object]:
+    """(model, tokenizer) from a folder, or by name from the hub.
+
+    Raises:
+        BadInput: one line, where the folder does not exist or has no config, weights or tokenizer.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    check_folder(path)
+    _no_progress_bars()
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadInput(f"model {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def check_folder(path: str | Path) -> None:
+    """Raises BadInput where `path` is not a folder with config and weights; a hub name (owner/name) passes."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~":
+            return
+        raise BadInput(f"model {str(path)!r} is no folder")
+    if not (folder / "config.json").is_file():
+        raise BadInput(f"model {str(path)!r} has no config.json")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise BadInput(f"model {str(path)!r} has no weights (*.safetensors)")
+
+
+def char_tokenizer() -> object:
+    """One token per character of CHARACTERS, with PAD and EOS; AutoTokenizer and vLLM load it from its folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD)
+
+
+def initialise(recipe: Recipe, tokenizer) -> nn.Module:
+    """An untrained Qwen3 of the recipe's shape, float32, tied embeddings; the caller's random state is untouched."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        intermediate_size=recipe.intermediate,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        return Qwen3ForCausalLM(config)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Clones of the full state, tied `lm_head.weight` included, detached.
+
+    Tied names share one clone: functional_call refuses two tensors for one tied weight.
+    """
+    clones: dict[int, Tensor] = {}
+    state = model.state_dict()
+    for value in state.values():
+        clones.setdefault(value.data_ptr(), value.detach().clone())
+    return {name: clones[value.data_ptr()] for name, value in state.items()}
+
+
+def log_probs(
+    model: nn.Module, ids: Tensor, attention_mask: Tensor | None, weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """log-probability of every next token at every position, nats.
+
+    Args:
+        ids: padded on the right. long (B, L)
+        attention_mask: 1 on real tokens; None where nothing is padded. (B, L)
+        weights: evaluate at this snapshot instead of the live weights, without gradient.
+
+    Returns:
+        float32 (B, L, V); row i predicts token i + 1.
+    """
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
+    with torch.no_grad() if weights is not None else nullcontext():
+        output = model(**inputs) if weights is None else torch.func.functional_call(model, weights, (), inputs)
+        return output.logits.float().log_softmax(-1)
+
+
+def pass_probability(
+    model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Probability that the policy at temperature 1 gives each problem's answer and then eos: no sampling noise. (n,)"""
+    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
+    return torch.where(mask, logp.gather(-1, answers[..., None])[..., 0], 0.0).sum(-1).exp()
+
+
+def greedy_right(
+    model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Whether the most likely token is right at every place of the answer and at eos. bool (n,)"""
+    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
+    return ((logp.argmax(-1) == answers) | ~mask).all(-1)
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    n: int,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    eos: int,
+    version: int = 0,
+) -> Rollout:
+    """`n` responses a prompt at temperature 1 from the trainer's own engine and weights: no mismatch at all.
+
+    Every token costs a pass over the whole sequence; there is no cache, which a small model does not need.
+
+    Raises:
+        BadInput: for prompts of different lengths, or none.
+    """
+    if not prompt_ids or len({len(p) for p in prompt_ids}) != 1 or not prompt_ids[0]:
+        raise BadInput("prompt_ids: the trainer's own sampler needs prompts of one length, at least one token")
+    device = next(model.parameters()).device
+    prompts = [p for p in prompt_ids for _ in range(n)]
+    ids = torch.tensor(prompts, device=device)
+    start = ids.shape[1]
+    drawn_logp = []
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    for _ in range(max_new_tokens):
+        logp = model(input_ids=ids, use_cache=False).logits[:, -1].float().log_softmax(-1)
+        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        drawn_logp.append(logp.gather(-1, token))
+        ids = torch.cat([ids, token], dim=1)
+        alive &= token[:, 0] != eos
+        if not alive.any():
+            break
+    responses = [row[: row.index(eos) + 1] if eos in row else row for row in ids[:, start:].tolist()]
+    rows = torch.cat(drawn_logp, dim=1).cpu().numpy()
+    return Rollout(
+        prompt_ids=prompts,
+        response_ids=responses,
+        logp=[row[: len(r)] for row, r in zip(rows, responses, strict=True)],
+        logp_all=None,
+        version=version,
+        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
+        finished=~alive.cpu().numpy(),
+    )
+
+
+@torch.no_grad()
+def _answer_rows(model, problems, tokenizer, weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities (n, A, V) that predict answer and eos, those ids (n, A) and their mask (n, A)."""
+    prompts = [tokenizer.encode(p.prompt) for p in problems]
+    answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
+    ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
+    wanted, mask = pad_ids(answers, tokenizer.pad_token_id)
+    device = next(model.parameters()).device
+    first = torch.tensor([[len(p) - 1] for p in prompts])
+    rows = torch.clamp(first + torch.arange(wanted.shape[1]), max=ids.shape[1] - 1)
+    logp = log_probs(model, ids.to(device), attention.to(device), weights).cpu()
+    return logp[torch.arange(len(problems))[:, None], rows], wanted, mask.bool()
+
+
+def _train(model, tokenizer, task, recipe: Recipe, progress) -> None:
+    """Supervised training on prompts outside the held-out tenth, with corrupted answers."""
+    rng = np.random.default_rng([recipe.seed, 0])
+    noise = np.array(tokenizer.convert_tokens_to_ids(list(task.answer_characters)))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    warm = max(1, recipe.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser,
+        lambda s: min(1.0, (s + 1) / warm) * 0.5 * (1 + math.cos(math.pi * s / recipe.steps)),
+    )
+    for step in range(recipe.steps):
+        problems = task.sample(rng, recipe.batch, held_out=False)
+        prompts = [tokenizer.convert_tokens_to_ids(list(p.prompt)) for p in problems]
+        answers = []
+        for problem in problems:
+            answer = np.array(tokenizer.convert_tokens_to_ids(list(problem.answer)))
+            wrong = rng.random(len(answer)) < recipe.corruption
+            answers.append(np.where(wrong, rng.choice(noise, len(answer)), answer).tolist() + [tokenizer.eos_token_id])
+        ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
+        counted = torch.zeros_like(ids, dtype=torch.bool)
+        for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            counted[b, len(prompt) : len(prompt) + len(answer)] = True
+        logp = log_probs(model, ids[:, :-1], attention[:, :-1])
+        loss = -logp.gather(-1, ids[:, 1:, None])[..., 0][counted[:, 1:]].mean()
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, recipe.steps, loss.item())
+
+
+def _no_progress_bars() -> None:
+    """transformers draws a bar for every file it reads or writes, over whatever the caller draws."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,177 @@
+"""Weight transfer from trainer to sampler, and the proof that it arrived; the only file that knows how vLLM does it.
+
+vLLM packs weights for its kernels, so a parameter can be new while the kernel still multiplies by the old one, in
+silence: pushed without `lm_head.weight`, a tied model keeps its old output layer. `verify` therefore reads the
+weights back through the kernels: a one-hot input returns one column of the matrix that is really in use, exactly in
+any dtype, since everything else it adds is zero. It then compares a short generation with the trainer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from realmodel.align import pad, predicted_by
+from realmodel.model import log_probs
+from realmodel.sampler import generate
+from sandbox.errors import BadInput
+
+# Largest RMS of log mu - log q over the probe, nats, by the coarser dtype of the two engines. For float32 the largest
+# single difference is bound too. The others only catch gross faults: the read-back is the exact check.
+PROBE_RMS = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.15}
+PROBE_MAX_FLOAT32 = 5e-5
+
+
+class SyncError(BadInput):
+    """The sampler does not hold the trainer's weights, or still answers from a cache of older ones."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared after a sync that holds.
+
+    Args:
+        weights: weight values read back from the engine, all equal to the trainer's rounded to the engine's dtype.
+        tokens: tokens of the probe.
+        max_difference, rms: of log mu - log q over the probe, nats.
+    """
+
+    weights: int
+    tokens: int
+    max_difference: float
+    rms: float
+
+
+def push(llm: Any, model: nn.Module) -> None:
+    """Puts the trainer's weights into the running engine and empties its prefix cache.
+
+    Raises:
+        SyncError: where the prefix cache could not be emptied (a request is still running).
+    """
+    # state_dict, not named_parameters: only the former has a tied lm_head.weight.
+    weights = [(name, value.detach()) for name, value in model.state_dict().items()]
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    if not llm.reset_prefix_cache():
+        raise SyncError("prefix cache of the engine was not emptied after the weights changed")
+
+
+def verify(
+    llm: Any, model: nn.Module, probe: list[list[int]], max_new_tokens: int = 8, seed: int = 0, columns: int = 64
+) -> Verification:
+    """Proof that the engine holds the trainer's weights; call it after each `push`.
+
+    Args:
+        llm: the engine.
+        model: the trainer.
+        probe: prompts, of which the first is also used to look for a stale prefix cache: an engine whose cache was
+            emptied has none of its tokens. So use prompts that the run samples, eight or so.
+        max_new_tokens: length of the probe's responses.
+        seed: of the probe and of the columns.
+        columns: columns of each weight matrix to read back; all where there are no more than that.
+
+    Raises:
+        SyncError: naming the layer that is stale, the cached tokens, or the size of the disagreement.
+    """
+    cached = _cached_tokens(llm, probe[0])
+    if cached:
+        raise SyncError(f"prefix cache is stale: {cached} tokens of the first probe prompt are answered from it")
+    weights = read_back(llm, model, columns, seed)
+    rollout = generate(llm, probe, 1, max_new_tokens, seed)
+    ids, attention = pad(rollout, pad_id=0)
+    rows, tokens, mask = predicted_by(rollout)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        logp = log_probs(model, ids.to(device), attention.to(device)).cpu()
+    logp = logp[torch.arange(len(ids))[:, None], rows, tokens][mask].numpy()
+    difference = logp - np.concatenate(rollout.logp)
+    rms, worst = float(np.sqrt(np.mean(difference**2))), float(np.abs(difference).max())
+    names = {str(dtype).removeprefix("torch.") for dtype in (llm.model_config.dtype, next(model.parameters()).dtype)}
+    limit = max(PROBE_RMS[name] for name in names)
+    if not rms <= limit or (names == {"float32"} and not worst <= PROBE_MAX_FLOAT32):
+        raise SyncError(
+            f"sampler and trainer disagree after a sync: RMS {rms:.2g} nats a token (limit {limit:g}), max {worst:.2g}"
+        )
+    return Verification(weights=weights, tokens=int(mask.sum()), max_difference=worst, rms=rms)
+
+
+def read_back(llm: Any, model: nn.Module, columns: int = 64, seed: int = 0) -> int:
+    """How many weight values the engine's own kernels gave back, all equal to the trainer's in the engine's dtype.
+
+    Raises:
+        SyncError: naming the first layer that differs, with the share of differing values and the largest difference.
+    """
+    state = model.state_dict()
+
+    def compare(engine: nn.Module) -> int:
+        count = 0
+        for name, have, want in _in_use(engine, state, columns, np.random.default_rng(seed)):
+            want = want.to(device=have.device, dtype=have.dtype)
+            if have.shape != want.shape:
+                raise SyncError(f"{name}: engine has shape {tuple(have.shape)}, trainer {tuple(want.shape)}")
+            differs = have != want
+            if differs.any():
+                share, worst = differs.float().mean().item(), (have.float() - want.float()).abs().max().item()
+                raise SyncError(
+                    f"{name} is stale in the engine: {share:.0%} of its values differ, by up to {worst:.2g}"
+                )
+            count += have.numel()
+        return count
+
+    return llm.apply_model(compare)[0]
+
+
+@torch.no_grad()
+def _in_use(
+    engine: nn.Module, state: dict[str, Tensor], columns: int, rng: np.random.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, what the engine uses, what the trainer has) for every weight; matrices as the chosen columns (C, N)."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    def chosen(width: int) -> Tensor:
+        picked = np.arange(width) if width <= columns else rng.choice(width, columns, replace=False)
+        return torch.from_numpy(np.sort(picked)).to(device)
+
+    def one_hot(picked: Tensor, width: int) -> Tensor:
+        return nn.functional.one_hot(picked, width).to(dtype)
+
+    embedding = next(iter(engine.parameters()))
+    device, dtype = embedding.device, embedding.dtype
+    covered = set()
+    for name, module in engine.named_modules():
+        if not isinstance(module, LinearBase):
+            continue
+        weight = torch.cat([state[f"{part}.weight"] for part in _parts(engine, name)])
+        picked = chosen(weight.shape[1])
+        have = module.quant_method.apply(module, one_hot(picked, weight.shape[1]))  # the layer without its bias
+        yield name, have, weight[:, picked.to(weight.device)].T
+        covered.add(f"{name}.weight")
+        if module.bias is not None:
+            yield f"{name}.bias", module.bias, torch.cat([state[f"{part}.bias"] for part in _parts(engine, name)])
+            covered.add(f"{name}.bias")
+    head = state["lm_head.weight"]
+    picked = chosen(head.shape[1])
+    logits = engine.compute_logits(one_hot(picked, head.shape[1]))
+    yield "lm_head", logits[:, : len(head)].to(dtype), head[:, picked.to(head.device)].T
+    for name, parameter in engine.named_parameters():
+        if name not in covered and name != "lm_head.weight":
+            rows = len(state[name])  # vLLM pads the vocabulary
+            yield name, parameter[:rows], state[name]
+
+
+def _parts(engine: nn.Module, name: str) -> list[str]:
+    """Names under which the trainer keeps a layer that vLLM may have merged: qkv_proj is q_proj, k_proj and v_proj."""
+    parent, _, leaf = name.rpartition(".")
+    return [f"{parent}.{part}" for part in engine.packed_modules_mapping.get(leaf, [leaf])]
+
+
+def _cached_tokens(llm: Any, prompt: list[int]) -> int:
+    """How many tokens of a prompt the engine would take from its prefix cache."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    (request,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
+    return request.num_cached_tokens or 0

@@ -1,0 +1,91 @@
+"""What separates sampler from trainer: a constant discrepancy of its engine, and the rule that says when it syncs.
+
+A discrepancy draws a log-offset table once per run; `policy.policies` adds it to log mu and renormalises. A resync rule
+answers "sync after this update?" from what a training loop has at hand; simulations and real-model runs share it.
+`RESYNCS` names the presets; another one is one line there.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sandbox.errors import BadInput
+
+
+@dataclass(frozen=True)
+class ConstantOffset:
+    """Log-offset fixed for the whole run: independent normals of standard deviation `sd` nats; 0 = exact sampler."""
+
+    sd: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sd < np.inf:
+            raise BadInput(f"sd is {self.sd}, expected a finite number >= 0")
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        """Offset of each (state, token), nats. (S, V)"""
+        return self.sd * rng.normal(size=shape)
+
+
+class Resync(Protocol):
+    """Sync after this update?"""
+
+    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+        """Whether the sampler loads the trainer's weights after the update that this batch gave.
+
+        Args:
+            steps_since_sync: optimiser updates since the last sync, this one included.
+            ess: raw sequence lag ESS of the batch that the update used (global batch, fraction of n), in [1/n, 1].
+            ess_standard_error: its standard error.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Never:
+    """The sampler keeps its first weights."""
+
+    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class EveryK:
+    """Sync after every k-th update; k = 1 is on-policy training."""
+
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise BadInput(f"k is {self.k}, expected at least 1")
+
+    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+        return steps_since_sync >= self.k
+
+
+@dataclass(frozen=True)
+class EssBelow:
+    """Sync once ess - z standard errors < threshold; the batch that triggers the rule is still used (THEORY section 2).
+
+    z = 0 is the rule of DLC. z = 1.645 syncs as soon as the one-sided 95 % lower limit passes the threshold: a batch of
+    256 cannot date a collapse (at a true 1/2 its value spans .41-.60). An undefined ESS (nan: every weight 0) syncs.
+    """
+
+    threshold: float = 0.5
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise BadInput(f"threshold is {self.threshold}, expected a number in (0, 1]")
+
+    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+        return not ess - self.z * ess_standard_error >= self.threshold
+
+
+RESYNCS: dict[str, Resync] = {
+    "never": Never(),
+    "every": EveryK(1),
+    "ess_below": EssBelow(),
+    "ess_lower": EssBelow(z=1.645),
+}

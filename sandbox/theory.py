@@ -1,0 +1,314 @@
+"""When does the sequence ESS collapse? The prediction of ess_step, THEORY section 6, at four levels.
+
+    closed form    Var[log w]_k = a k^2 + b k,  a = eta^2 g0' F g0,  b = eta^2 tr(F Sigma) / N
+    linearised     x_{k+1} = x_k + eta (g0 + H x_k),  Var[log w]_k = x_k' F x_k + b k
+    mean field     iterate the expected update of any correction, read the ESS by the exact recursion
+    fit            a and b from measured Var[log w] at k = 1 .. m, where F and Sigma are out of reach (a real model)
+
+k counts optimiser updates since the sync; ESS ~ exp(-Var[log w]) passes a threshold where Var >= ln(1 / threshold).
+One update is logits += step_size * mean over N responses of sum_t weight A (e_a - c(.|s)), A the advantage of the whole
+return: R - E[R] ("centred"), or that over sd(R) + 1e-6 ("normalised"). With the batch mean in place of E[R], as in
+`simulate.py`, the expected update is (1 - 1/N) times the one here. "No collapse" is ess_step = inf, a legal prediction.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import polars as pl
+from scipy.optimize import nnls
+
+from sandbox import exact
+from sandbox.corrections import Correction
+from sandbox.errors import BadInput
+from sandbox.mismatch import RESYNCS, Resync
+from sandbox.policy import draw, log_policy, policies
+from sandbox.problems import Problem
+
+FIT_SHARE = 1 / 8  # a fit uses steps with Var <= ln(1 / threshold) / 8 only, so that what it predicts is out of sample
+FIT_POINTS = 3  # fewer points than this identify nothing
+FIT_RESAMPLES = 200
+
+
+def var_threshold(threshold: float) -> float:
+    """Var[log w] of a log-normal weight with ESS = threshold: ln(1 / threshold). Raises BadInput outside (0, 1)."""
+    if not 0 < threshold < 1:
+        raise BadInput(f"threshold is {threshold}, expected a number in (0, 1)")
+    return -math.log(threshold)
+
+
+def quadratic_step(a: float, b: float, threshold: float = 0.5) -> float:
+    """First integer k with a k^2 + b k >= ln(1 / threshold), for a, b >= 0; inf where there is none."""
+    level = var_threshold(threshold)
+    root = b + math.sqrt(b * b + 4 * a * level)
+    return math.ceil(2 * level / root - 1e-9) if root > 0 else math.inf
+
+
+class Prediction(NamedTuple):
+    """a, b per step^2 and step; ess_step in optimiser updates since the sync, inf for none within the horizon."""
+
+    a: float
+    b: float
+    ess_step: float
+
+
+def fisher_form(logp: np.ndarray, visits: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x' F x = sum_s occ(s) Var_{a ~ p(.|s)} x[s, a], F the Fisher information of whole responses. (..., S, V) -> (...)
+
+    The variance of the sequence log ratio to first order in a change x of the logits; cross terms of two visits vanish.
+    """
+    p = np.exp(logp)
+    centred = x - (p * x).sum(axis=-1, keepdims=True)
+    return (visits * (p * centred**2).sum(axis=-1)).sum(axis=-1)
+
+
+def trace_fisher_covariance(
+    problem: Problem,
+    logp: np.ndarray,
+    advantage: exact.Advantage = "normalised",
+    rng: np.random.Generator | None = None,
+    responses: int = 4096,
+) -> float:
+    """tr(F Sigma), Sigma the covariance over on-policy responses of G = A sum_t (e_a - p(.|s)); = E[G' F G] - g0' F g0.
+
+    Exact where no state repeats on a path (`problem.layered`): then the visits of one response do not interact and
+    E[G' F G] = sum_t E[A^2 f(s_t, a_t)], f(s, a) = (e_a - p)' occ(s) F(s) (e_a - p). Else a mean over `responses`.
+
+    Raises:
+        BadInput: states repeat and there is no `rng` to draw with.
+    """
+    visits, scale = exact.occupancy(problem, logp), exact.advantage_scale(problem, logp, advantage)
+    drift = fisher_form(logp, visits, exact.gradient(problem, logp) / scale)
+    if not problem.layered:
+        if rng is None:
+            raise BadInput("states repeat within a response: tr(F Sigma) needs an rng to be estimated with")
+        return float(_sampled_form(rng, problem, logp, visits, responses) / scale**2 - drift)
+    p = np.exp(logp)
+    score = np.eye(problem.shape[1]) - p[:, None, :]  # (S, V, V): e_a - p(.|s)
+    form = visits[:, None] * ((p[:, None] * score**2).sum(-1) - (p[:, None] * score).sum(-1) ** 2)
+    baseline = float(exact.expectation(problem, logp, problem.reward))
+    now, past, past_square = exact.past_moments(problem, logp, 2)[..., None]
+    total = 0.0
+    for t, s, mean, variance in exact.to_go(problem, logp, problem.reward):
+        rest = mean - baseline
+        square = past_square[t, s] + 2 * past[t, s] * rest + now[t, s] * (variance + rest**2)
+        total += float((p[s] * form[s] * square).sum())
+    return float(total / scale**2 - drift)
+
+
+def _sampled_form(
+    rng: np.random.Generator, problem: Problem, logp: np.ndarray, visits: np.ndarray, responses: int
+) -> float:
+    """E[G' F G] for the centred advantage, the mean over drawn responses."""
+    states, vocabulary = problem.shape
+    baseline = float(exact.expectation(problem, logp, problem.reward))
+    total = 0.0
+    for start in range(0, responses, 256):
+        n = min(256, responses - start)
+        pairs = draw(problem, logp[None], rng.random((1, n, problem.horizon)))[0]
+        row, drawn = np.broadcast_to(np.arange(n)[:, None], pairs.shape)[pairs >= 0], pairs[pairs >= 0]
+        count = np.bincount(row * states * vocabulary + drawn, minlength=n * states * vocabulary)
+        count = count.reshape(n, states, vocabulary)
+        gain = np.bincount(row, problem.reward.ravel()[drawn], minlength=n) - baseline
+        score = count - np.exp(logp) * count.sum(axis=-1, keepdims=True)
+        total += float((gain**2 * fisher_form(logp, visits, score)).sum())
+    return total / responses
+
+
+def closed_form(
+    problem: Problem,
+    logits: np.ndarray,
+    step_size: float,
+    n: int,
+    advantage: exact.Advantage = "normalised",
+    threshold: float = 0.5,
+    rng: np.random.Generator | None = None,
+    responses: int = 4096,
+) -> Prediction:
+    """Var[log w]_k = a k^2 + b k just after a sync, zero discrepancy, from drift and noise of the first update.
+
+    Args:
+        logits: weights at the sync. (S, V)
+        n: responses per batch, N; inf leaves out the noise.
+        rng, responses: how tr(F Sigma) is estimated where states repeat (`trace_fisher_covariance`).
+    """
+    logp = log_policy(logits)
+    drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
+    a = step_size**2 * float(fisher_form(logp, exact.occupancy(problem, logp), drift))
+    b = step_size**2 * trace_fisher_covariance(problem, logp, advantage, rng, responses) / n
+    return Prediction(a, b, quadratic_step(a, b, threshold))
+
+
+def lag_feedback(
+    problem: Problem, logp: np.ndarray, x: np.ndarray, advantage: exact.Advantage = "normalised"
+) -> np.ndarray:
+    """H x: what a lag x of the trainer's logits adds, to first order, to the uncorrected update. (S, V) -> (S, V)
+
+    H = E[A hess log pi] = -sum_s occ(s) Aocc(s) F(s) (THEORY section 5): it feeds the lag in states of negative mean
+    advantage and damps it elsewhere.
+    """
+    p = np.exp(logp)
+    mean_advantage = (exact.advantage_visits(problem, logp) * p).sum(axis=-1, keepdims=True)
+    fisher_x = p * (x - (p * x).sum(axis=-1, keepdims=True))
+    return -mean_advantage * fisher_x / exact.advantage_scale(problem, logp, advantage)
+
+
+def linearised(
+    problem: Problem,
+    logits: np.ndarray,
+    step_size: float,
+    noise: float,
+    steps: int,
+    advantage: exact.Advantage = "normalised",
+    threshold: float = 0.5,
+) -> tuple[np.ndarray, float]:
+    """Var[log w] after k = 1 .. steps uncorrected updates to first order in the lag x, and its ess_step.
+
+    x_{k+1} = x_k + eta (g0 + H x_k), H x as in `lag_feedback`.
+
+    Args:
+        noise: b of the closed form.
+    Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
+    """
+    logp = log_policy(logits)
+    visits = exact.occupancy(problem, logp)
+    drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
+    x, curve = np.zeros_like(logp), np.empty(steps)
+    for k in range(steps):
+        x = x + step_size * (drift + lag_feedback(problem, logp, x, advantage))
+        curve[k] = fisher_form(logp, visits, x) + noise * (k + 1)
+    above = np.flatnonzero(curve >= var_threshold(threshold))
+    return curve, float(above[0] + 1) if len(above) else math.inf
+
+
+class MeanField(NamedTuple):
+    """Training on the expected update, without sampling noise.
+
+    table: one row an update: step, since_sync, return, return_sampler, ess, var_log_ratio, token_kl, synced.
+    ess_step: `since_sync` of the first row with ess < threshold; inf where there is none.
+    logits: the trainer's at the end. (S, V)
+    """
+
+    table: pl.DataFrame
+    ess_step: float
+    logits: np.ndarray
+
+
+def mean_field(
+    problem: Problem,
+    logits: np.ndarray,
+    correction: Correction,
+    step_size: float,
+    steps: int,
+    advantage: exact.Advantage = "normalised",
+    log_offset: np.ndarray | float = 0.0,
+    resync: Resync = RESYNCS["never"],
+    threshold: float = 0.5,
+) -> MeanField:
+    """Iterate logits += step_size * expected_update; after each, the state of trainer and sampler before any sync.
+
+    `ess` and `var_log_ratio` are those of the lag, pi against mu. The resync rule sees what a batch would show it:
+    (E_q r)^2 / E_q r^2 before the update, with standard error 0; the sampler syncs after the update.
+
+    Args:
+        logits: start of trainer and sampler. (S, V)
+        log_offset: the sampler's constant offset, nats. (S, V)
+        resync: rule of mismatch.py.
+    Raises:
+        BadInput: a correction whose expected update is no recursion (truncated sequences, PPO).
+    """
+    trainer, sampler, since_sync = np.array(logits, dtype=float), np.array(logits, dtype=float), 0
+    now = policies(trainer, sampler, log_offset)
+    rows: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        batch_ess = float(exact.lag_ess_under_sampler(problem, now))
+        trainer = trainer + step_size * exact.expected_update(problem, now, correction, advantage)
+        since_sync += 1
+        now = policies(trainer, sampler, log_offset)
+        synced = resync(since_sync, batch_ess, 0.0)
+        rows.append(
+            {
+                "step": step,
+                "since_sync": since_sync,
+                "return": float(exact.expectation(problem, now.train, problem.reward)),
+                "return_sampler": float(exact.expectation(problem, now.rollout, problem.reward)),
+                "ess": float(exact.ess(problem, now.train, now.sync)),
+                "var_log_ratio": float(exact.variance_log_ratio(problem, now.train, now.sync)),
+                "token_kl": float(exact.token_kl(problem, now.train, now.rollout)),
+                "synced": synced,
+            }
+        )
+        if synced:
+            sampler, since_sync = trainer, 0
+            now = policies(trainer, sampler, log_offset)
+    table = pl.DataFrame(rows)
+    below = table.filter(pl.col("ess") < threshold)["since_sync"]
+    return MeanField(table, float(below[0]) if len(below) else math.inf, trainer)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Collapse step predicted from the first few measured Var[log w].
+
+    a, b: nats^2 per step^2 and step, >= 0; nan where not identifiable.
+    ess_step: first k with a k^2 + b k >= ln(1 / threshold); inf beyond the horizon, nan where not identifiable.
+    interval: 5 and 95 % quantiles of ess_step over refits to resampled residuals.
+    """
+
+    a: float
+    b: float
+    ess_step: float
+    status: Literal["predicted", "no_collapse_within_horizon", "not_identifiable"]
+    points_used: int
+    interval: tuple[float, float]
+
+
+def fit_collapse(k: np.ndarray, var_log_ratio: np.ndarray, threshold: float = 0.5, horizon: float = math.inf) -> Fit:
+    """Fit a k^2 + b k, a, b >= 0, to the points with 0 < Var <= ln(1 / threshold) / 8 and extrapolate to the collapse.
+
+    Non-negative least squares with weights 1 / Var^2, since the variance of a sample variance grows with its square;
+    the weights use the fitted Var, iterated, because measured ones would favour points that are low by chance. The
+    interval refits 200 times to fit x (1 + a relative residual drawn with replacement), seed 0. It takes residuals
+    for independent, so it is too narrow where all k share one probe, and it knows nothing of curvature.
+
+    Args:
+        k: optimiser updates since the sync, >= 1. (n,)
+        var_log_ratio: measured Var of the sequence log lag ratio, nats^2; nan is left out. (n,)
+        horizon: a collapse after more updates than this is not predicted.
+    Raises:
+        BadInput: k and var_log_ratio of different shapes, or a k below 1.
+    """
+    k, measured = np.asarray(k, dtype=float), np.asarray(var_log_ratio, dtype=float)
+    if k.shape != measured.shape or k.ndim != 1:
+        raise BadInput(f"k has shape {k.shape} and var_log_ratio {measured.shape}, expected (n,) both")
+    if not np.all(k >= 1):
+        raise BadInput("k has an entry that is not >= 1; k counts updates since the sync")
+    used = (measured > 0) & (measured <= var_threshold(threshold) * FIT_SHARE)
+    points = int(used.sum())
+    if points < FIT_POINTS:
+        return Fit(math.nan, math.nan, math.nan, "not_identifiable", points, (math.nan, math.nan))
+    columns, target = np.stack([k[used] ** 2, k[used]], axis=1), measured[used]
+
+    def collapse(values: np.ndarray) -> tuple[float, float, float]:
+        a, b = _weighted_nnls(columns, values)
+        step = quadratic_step(a, b, threshold)
+        return a, b, step if step <= horizon else math.inf
+
+    a, b, ess_step = collapse(target)
+    fitted = columns @ np.array([a, b])
+    residual = target / fitted
+    picks = np.random.default_rng(0).integers(points, size=(FIT_RESAMPLES, points))
+    steps = np.sort([collapse(fitted * residual[pick])[2] for pick in picks])
+    interval = (float(steps[int(0.05 * FIT_RESAMPLES)]), float(steps[int(0.95 * FIT_RESAMPLES)]))
+    status = "predicted" if math.isfinite(ess_step) else "no_collapse_within_horizon"
+    return Fit(a, b, ess_step, status, points, interval)
+
+
+def _weighted_nnls(columns: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Coefficients >= 0 of least relative squares: residuals over the fitted values, three reweightings."""
+    fitted = values
+    for _ in range(4):
+        solution = nnls(columns / fitted[:, None], values / fitted)[0]
+        fitted = columns @ solution
+    return float(solution[0]), float(solution[1])

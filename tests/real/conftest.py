@@ -1,0 +1,91 @@
+"""A tiny Qwen3 with random weights, and one real vLLM engine of each dtype, started once for all tests."""
+
+import os
+
+# Read when the first OpenMP runtime loads: threads that spin while they wait starve each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import pytest
+import torch
+
+from realmodel import model as policy
+from realmodel import sampler, sync
+from realmodel.align import Rollout
+from realmodel.sampler import EngineConfig
+
+PROMPTS = [[2 + int(d) for d in np.random.default_rng(i).integers(0, 10, 9)] for i in range(8)]
+
+
+def untrained(seed: int = 0):
+    """A Qwen3 whose logits differ by a few nats, unlike a freshly initialised one's."""
+    model = policy.initialise(policy.Recipe(seed=seed), policy.char_tokenizer())
+    with torch.no_grad():
+        for parameter in {id(p): p for p in model.parameters() if p.ndim == 2}.values():
+            parameter.mul_(5)
+    return model
+
+
+def adamw_step(model, learning_rate: float = 1e-4) -> None:
+    """One small update on random tokens."""
+    ids = torch.randint(2, 64, (8, 12), generator=torch.Generator().manual_seed(0))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    loss = -policy.log_probs(model, ids, None)[:, :-1].gather(-1, ids[:, 1:, None]).mean()
+    loss.backward()
+    optimiser.step()
+
+
+def trainer_rows(model, rollout: Rollout) -> list[np.ndarray]:
+    """The trainer's whole-vocabulary log-probabilities (T_i, V) of each response: one sequence at a time, no padding."""
+    rows = []
+    for prompt, response in zip(rollout.prompt_ids, rollout.response_ids, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0].double()
+        rows.append(torch.stack([logits[len(prompt) + t - 1] for t in range(len(response))]).log_softmax(-1).numpy())
+    return rows
+
+
+def disagreement(model, rollout: Rollout) -> np.ndarray:
+    """log-probability of every drawn token, trainer minus sampler. (tokens,)"""
+    rows = trainer_rows(model, rollout)
+    return np.array(
+        [
+            rows[b][t, token] - rollout.logp[b][t]
+            for b, response in enumerate(rollout.response_ids)
+            for t, token in enumerate(response)
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    untrained().save_pretrained(path)
+    policy.char_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(folder):
+    return policy.load(folder)[0]
+
+
+@pytest.fixture(scope="session")
+def engines(folder):
+    """Engines by dtype, started when first asked for; several live together in one process."""
+    started = {}
+
+    def get(dtype: str):
+        if dtype not in started:
+            started[dtype] = sampler.start(folder, EngineConfig(dtype=dtype, max_model_len=192, max_num_seqs=64))
+        return started[dtype]
+
+    return get
+
+
+@pytest.fixture
+def engine(engines, model):
+    """The float32 engine with the tiny model's original weights."""
+    llm = engines("float32")
+    sync.push(llm, model)
+    return llm

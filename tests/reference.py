@@ -1,0 +1,193 @@
+"""Slow second opinion: scalar loops over every sequence of a small problem, and over every token of a drawn batch.
+
+Nothing here calls the code it checks, but for the data class `Problem`. Formulas are written as in THEORY.md, in
+probabilities rather than logarithms. Tables are log-probabilities (S, V); an episode is a list of (state, token).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from sandbox.problems import Problem
+
+Episode = list[tuple[int, int]]
+FACTORED = ("none", "tis", "mis", "icepop", "cis", "dlc")
+
+
+def episodes(problem: Problem) -> Iterator[Episode]:
+    """Every sequence of the problem."""
+
+    def extend(prefix: Episode, state: int) -> Iterator[Episode]:
+        if state == -1 or len(prefix) == problem.horizon:
+            yield prefix
+            return
+        for token in range(problem.shape[1]):
+            yield from extend([*prefix, (state, token)], int(problem.transition[state, token]))
+
+    return extend([], problem.initial)
+
+
+def log_prob(table: np.ndarray, episode: Episode) -> float:
+    return math.fsum(float(table[s, a]) for s, a in episode)
+
+
+def reward(problem: Problem, episode: Episode) -> float:
+    return math.fsum(float(problem.reward[s, a]) for s, a in episode)
+
+
+def mean(problem: Problem, table: np.ndarray, f: Callable[[Episode], float]) -> float:
+    """E[f(episode)] under the policy of `table`."""
+    return math.fsum(math.exp(log_prob(table, e)) * f(e) for e in episodes(problem))
+
+
+def returns(problem: Problem, table: np.ndarray) -> float:
+    return mean(problem, table, lambda e: reward(problem, e))
+
+
+def return_sd(problem: Problem, table: np.ndarray) -> float:
+    centre = returns(problem, table)
+    return math.sqrt(mean(problem, table, lambda e: (reward(problem, e) - centre) ** 2))
+
+
+def ess(problem: Problem, p: np.ndarray, q: np.ndarray) -> float:
+    """1 / E_q[(p/q)^2]"""
+    return 1 / mean(problem, q, lambda e: math.exp(log_prob(p, e) - log_prob(q, e)) ** 2)
+
+
+def lag_ess_under_sampler(problem: Problem, pi: np.ndarray, mu: np.ndarray, q: np.ndarray) -> float:
+    def ratio(e: Episode) -> float:
+        return math.exp(log_prob(pi, e) - log_prob(mu, e))
+
+    return mean(problem, q, ratio) ** 2 / mean(problem, q, lambda e: ratio(e) ** 2)
+
+
+def kl(problem: Problem, p: np.ndarray, q: np.ndarray) -> float:
+    return mean(problem, p, lambda e: log_prob(p, e) - log_prob(q, e))
+
+
+def token_kl(problem: Problem, p: np.ndarray, q: np.ndarray) -> float:
+    """Mean over the expected tokens of q of KL(q(.|s) || p(.|s)), from the KL of each visited state."""
+    at_state = [sum(math.exp(x) * (x - y) for x, y in zip(*rows, strict=True)) for rows in zip(q, p, strict=True)]
+    return mean(problem, q, lambda e: sum(at_state[s] for s, _ in e)) / mean(problem, q, len)
+
+
+def variance_log_ratio(problem: Problem, p: np.ndarray, q: np.ndarray) -> float:
+    centre = -kl(problem, q, p)
+    return mean(problem, q, lambda e: (log_prob(p, e) - log_prob(q, e) - centre) ** 2)
+
+
+def visits(problem: Problem, table: np.ndarray) -> list[float]:
+    return [mean(problem, table, lambda e, s=s: sum(x == s for x, _ in e)) for s in range(problem.shape[0])]
+
+
+def token_weight(name: str, pi: float, mu: float, q: float, advantage: float) -> float:
+    """Weight of one token from its three probabilities; reference for the token-level presets of `corrections.py`."""
+    rho = pi / q
+    if name == "none":
+        return 1.0
+    if name == "tis":
+        return min(rho, 2.0)
+    if name == "mis":
+        return rho if rho <= 2.0 else 0.0
+    if name == "icepop":
+        return rho if 0.5 <= rho <= 5.0 else 0.0
+    if name == "ppo":
+        clipped = (advantage > 0 and rho > 1.2) or (advantage < 0 and rho < 0.8)
+        return 0.0 if clipped else rho
+    if name == "cis":  # in log-odds, as THEORY section 7 defines it
+        odds_q, odds_pi = q / (1 - q), pi / (1 - pi)
+        odds = odds_q * min(odds_pi / odds_q, 2.0)
+        return odds / (1 + odds) / q
+    if name == "dlc":
+        return min(pi / mu, 2.0)
+    raise KeyError(name)
+
+
+def weights(name: str, pi: np.ndarray, mu: np.ndarray, q: np.ndarray, e: Episode, advantage: float) -> list[float]:
+    """Weight of every token of one response."""
+    rho = math.exp(log_prob(pi, e) - log_prob(q, e))
+    lag = math.exp(log_prob(pi, e) - log_prob(mu, e))
+    sequence = {
+        "seq_is": rho,
+        "seq_tis": min(rho, 2.0),
+        "seq_mis": rho if rho <= 2.0 else 0.0,
+        "seq_dlc": min(lag, 2.0),
+    }
+    if name in sequence:
+        return [sequence[name]] * len(e)
+    return [token_weight(name, math.exp(pi[x]), math.exp(mu[x]), math.exp(q[x]), advantage) for x in e]
+
+
+def centre(name: str, pi: np.ndarray, mu: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """c(.|s): q min(pi/mu, 2) or q pi/mu, normalised, for the centred corrections; pi for the others."""
+    if name not in ("dlc", "seq_dlc"):
+        return np.exp(pi)
+    cap = 2.0 if name == "dlc" else math.inf
+    mass = np.exp(q) * np.minimum(np.exp(pi) / np.exp(mu), cap)
+    return mass / mass.sum(axis=1, keepdims=True)
+
+
+def response_update(
+    name: str, pi: np.ndarray, mu: np.ndarray, q: np.ndarray, e: Episode, advantage: float
+) -> np.ndarray:
+    """sum_t weight_t A (e_a - c(.|s)) of one response. (S, V)"""
+    total, c = np.zeros_like(pi), centre(name, pi, mu, q)
+    for (s, a), weight in zip(e, weights(name, pi, mu, q, e, advantage), strict=True):
+        total[s] -= weight * advantage * c[s]
+        total[s, a] += weight * advantage
+    return total
+
+
+def expected_update(
+    problem: Problem, pi: np.ndarray, mu: np.ndarray, q: np.ndarray, name: str, normalised: bool = False
+) -> np.ndarray:
+    """E_q of `response_update` with A = R - E_q[R], over sd_q(R) + 1e-6 where normalised. (S, V)"""
+    baseline = returns(problem, q)
+    scale = return_sd(problem, q) + 1e-6 if normalised else 1.0
+    total = np.zeros_like(pi)
+    for e in episodes(problem):
+        advantage = (reward(problem, e) - baseline) / scale
+        total += math.exp(log_prob(q, e)) * response_update(name, pi, mu, q, e, advantage)
+    return total
+
+
+def batch_update(
+    problem: Problem, pi: np.ndarray, mu: np.ndarray, q: np.ndarray, batch: list[Episode], name: str, normalised: bool
+) -> np.ndarray:
+    """Mean over the drawn responses, advantage against the batch's own mean and standard deviation. (S, V)"""
+    rewards = [reward(problem, e) for e in batch]
+    baseline = sum(rewards) / len(batch)
+    sd = math.sqrt(sum((r - baseline) ** 2 for r in rewards) / len(batch))
+    scale = sd + 1e-6 if normalised else 1.0
+    total = np.zeros_like(pi)
+    for e, r in zip(batch, rewards, strict=True):
+        total += response_update(name, pi, mu, q, e, (r - baseline) / scale)
+    return total / len(batch)
+
+
+def gradient(problem: Problem, logits: np.ndarray, h: float = 1e-5) -> np.ndarray:
+    """Central differences of the return with respect to the logits. (S, V)"""
+    result = np.zeros_like(logits)
+    for index in np.ndindex(logits.shape):
+        for sign in (1, -1):
+            moved = logits.copy()
+            moved[index] += sign * h
+            moved = moved - np.log(np.exp(moved).sum(axis=1, keepdims=True))
+            result[index] += sign * returns(problem, moved) / (2 * h)
+    return result
+
+
+def trace_fisher_covariance(problem: Problem, p: np.ndarray, normalised: bool) -> float:
+    """tr(F Sigma) with F = E[score score'] and Sigma = Cov[A score] as full matrices over all logits."""
+    baseline = returns(problem, p)
+    scale = return_sd(problem, p) + 1e-6 if normalised else 1.0
+    fisher, second, first = np.zeros((p.size, p.size)), np.zeros((p.size, p.size)), np.zeros(p.size)
+    for e in episodes(problem):
+        probability = math.exp(log_prob(p, e))
+        score = response_update("none", p, p, p, e, 1.0).ravel()
+        grad = score * (reward(problem, e) - baseline) / scale
+        fisher += probability * np.outer(score, score)
+        second += probability * np.outer(grad, grad)
+        first += probability * grad
+    return float(np.trace(fisher @ (second - np.outer(first, first))))

@@ -1,0 +1,204 @@
+"""Monte Carlo training: one update against scalar loops and against its expectation, independence of runs, resyncs."""
+
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from sandbox import diagnostics, exact, problems, simulate
+from sandbox.corrections import CORRECTIONS, DLC
+from sandbox.errors import BadInput
+from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
+from sandbox.policy import Policies, draw, policies, random_logits
+from sandbox.problems import Problem
+from sandbox.simulate import SimConfig
+from tests import reference, strategies
+
+ALL = CORRECTIONS | {"seq_dlc": DLC("sequence")}
+
+
+def stacked(three: Policies, runs: int = 1) -> Policies:
+    return Policies(*(np.repeat(p[None], runs, axis=0) for p in three))
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@given(case=strategies.problems_with_policies(), seed=st.integers(0, 2**32), normalised=st.booleans())
+def test_update_equals_a_loop_over_responses_and_tokens(name, case, seed, normalised):
+    problem, three = case
+    uniform = np.random.default_rng(seed).random((1, 8, problem.horizon))
+    pairs = draw(problem, three.rollout[None], uniform)
+    batch = [[divmod(x, problem.shape[1]) for x in row if x >= 0] for row in pairs[0].tolist()]
+    rewards = [reference.reward(problem, e) for e in batch]
+    # A normalised advantage of rewards that differ by rounding is rounding.
+    assume(len(set(rewards)) == 1 or np.ptp(rewards) > 1e-6)
+    cfg = SimConfig(ALL[name], batch_size=8, advantage="normalised" if normalised else "centred")
+    update = simulate.update(problem, stacked(three), pairs, cfg)[0]
+    expected = reference.batch_update(problem, three.train, three.sync, three.rollout, batch, name, normalised)
+    assert_allclose(update, expected, rtol=1e-9, atol=1e-9)
+
+
+def asymmetric_case() -> tuple[Problem, Policies]:
+    """A tree with binary rewards (so that the sign of the advantage, which PPO looks at, does not depend on the batch
+    mean), strongly lagging and discrepant."""
+    rng = np.random.default_rng(7)
+    problem = problems.tree(3, 3, (rng.random(27) < 0.3).astype(float))
+    sampler = random_logits(rng, problem, 0.7)
+    lag, offset = rng.normal(0.3, 0.6, problem.shape), rng.normal(0.2, 0.5, problem.shape)
+    return problem, policies(sampler + lag, sampler, offset)
+
+
+@pytest.mark.parametrize("name", ["none", "tis", "dlc", "seq_tis", "ppo"])
+def test_mean_update_is_the_expected_update(name):
+    """4,000 batches of 32: the batch mean as baseline makes the expectation (1 - 1/32) times that of THEORY section 3.
+    39 entries within 5 standard errors: false alarm 2e-5 for each correction; the seed is fixed."""
+    problem, three = asymmetric_case()
+    runs, n = 4_000, 32
+    uniform = np.random.default_rng(11).random((runs, n, 3))
+    many = stacked(three, runs)
+    cfg = SimConfig(CORRECTIONS[name], batch_size=n, advantage="centred")
+    updates = simulate.update(problem, many, draw(problem, many.rollout, uniform), cfg)
+    mean, error = updates.mean(axis=0), updates.std(axis=0) / math.sqrt(runs)
+    expected = (1 - 1 / n) * reference.expected_update(problem, *three, name)
+    assert np.all(np.abs(mean - expected) <= 5 * error + 1e-15)
+    if name in exact.EXACT_CORRECTIONS:
+        assert_allclose((1 - 1 / n) * exact.expected_update(problem, three, CORRECTIONS[name]), expected, atol=1e-12)
+    # The bound is tight enough to tell a correction from the others, and a flipped sign from the right one.
+    for other in {"none", "tis", "dlc", "seq_tis", "ppo"} - {name}:
+        wrong = (1 - 1 / n) * reference.expected_update(problem, *three, other)
+        assert np.any(np.abs(mean - wrong) > 8 * error), other
+    assert np.any(np.abs(mean + expected) > 8 * error)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Problem:
+    return problems.state_machine(np.random.default_rng(0), 5, 3, 12)
+
+
+def test_a_run_does_not_depend_on_the_runs_beside_it(machine):
+    cfg = SimConfig(CORRECTIONS["dlc"], EssBelow(0.8, 1.645), ConstantOffset(0.1), steps=15, batch_size=32, seed=5)
+    logits = random_logits(np.random.default_rng(1), machine)
+    together = simulate.run(machine, logits, cfg, [0, 3, 4])
+    for place, run in enumerate([0, 3, 4]):
+        alone = simulate.run(machine, logits, cfg, [run])
+        assert together.table.filter(pl.col("run") == run).equals(alone.table)
+        assert np.array_equal(together.state.trainer[place], alone.state.trainer[0])
+        assert np.array_equal(together.state.log_offset[place], alone.state.log_offset[0])
+    assert together.table.filter(pl.col("run") == 0)["ess"][0] != together.table.filter(pl.col("run") == 3)["ess"][0]
+    other = simulate.run(machine, logits, SimConfig(steps=1, batch_size=32, seed=6), [0])
+    assert (
+        other.table["ess"][0] != simulate.run(machine, logits, SimConfig(steps=1, batch_size=32), [0]).table["ess"][0]
+    )
+
+
+def test_table_says_what_the_recursions_say(machine):
+    cfg = SimConfig(CORRECTIONS["tis"], EveryK(3), ConstantOffset(0.2), steps=4, batch_size=16)
+    rngs = simulate.generators(0, range(2))
+    state = simulate.init(rngs, machine, np.zeros(machine.shape), cfg)
+    table = simulate.run(machine, np.zeros(machine.shape), cfg, range(2)).table
+    for k in range(1, 5):
+        before = state
+        state, info = simulate.step(rngs, machine, state, cfg)
+        for run in range(2):
+            now = policies(state.trainer[run], before.sampler[run], state.log_offset[run])
+            expected = {
+                "run": run,
+                "step": k,
+                "since_sync": [1, 2, 3, 1][k - 1],
+                "return": exact.expectation(machine, now.train, machine.reward),
+                "return_sampler": exact.expectation(machine, now.rollout, machine.reward),
+                "ess": exact.ess(machine, now.train, now.sync),
+                "token_kl": exact.token_kl(machine, now.train, now.rollout),
+                "syncs": [0, 0, 1, 1][k - 1],
+                "batch_ess": info.batch_ess[run],
+            }
+            row = table.filter((pl.col("run") == run) & (pl.col("step") == k)).row(0, named=True)
+            assert row.keys() == expected.keys()
+            assert_allclose([row[x] for x in expected], list(expected.values()), rtol=1e-12)
+        assert np.array_equal(state.sampler, state.trainer if k == 3 else before.sampler)
+        assert_allclose(state.policies.train, policies(state.trainer, state.sampler).train)
+
+
+def test_on_policy_training_has_no_lag_and_learns(machine):
+    cfg = SimConfig(resync=EveryK(1), steps=60, batch_size=64, step_size=0.5)
+    table = simulate.run(machine, np.zeros(machine.shape), cfg, range(4)).table
+    assert table["batch_ess"].to_list() == pytest.approx([1.0] * len(table), abs=1e-12)
+    assert set(table["since_sync"]) == {1}
+    last = table.filter(pl.col("step") == 60)
+    assert last["syncs"].to_list() == [60] * 4
+    assert last["return"].min() > 0.9  # type: ignore[operator]
+
+
+def test_a_constant_offset_is_there_at_zero_lag(machine):
+    cfg = SimConfig(resync=EveryK(1), discrepancy=ConstantOffset(0.3), steps=3, step_size=1e-9)
+    table = simulate.run(machine, np.zeros(machine.shape), cfg, range(3)).table
+    assert table["token_kl"].min() > 0.005  # type: ignore[operator]
+    assert table["ess"].min() > 1 - 1e-9  # type: ignore[operator]
+    assert (table["return"] - table["return_sampler"]).abs().min() > 1e-4  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("z", [0.0, 1.645])
+def test_ess_rule_sees_the_batch_and_syncs_after_it_is_used(machine, z):
+    cfg = SimConfig(CORRECTIONS["tis"], EssBelow(0.6, z), step_size=1.0, steps=40, batch_size=64)
+    rngs = simulate.generators(0, range(6))
+    state = simulate.init(rngs, machine, np.zeros(machine.shape), cfg)
+    synced = 0
+    for _ in range(cfg.steps):
+        before = state
+        # The same draws once more, from copies of the generators.
+        copies = [np.random.Generator(type(r.bit_generator)()) for r in rngs]
+        for copy, rng in zip(copies, rngs, strict=True):
+            copy.bit_generator.state = rng.bit_generator.state
+        uniform = np.stack([r.random((64, machine.horizon)) for r in copies])
+        pairs = draw(machine, before.policies.rollout, uniform)
+        state, info = simulate.step(rngs, machine, state, cfg)
+        for run in range(6):
+            lag = (before.policies.train - before.policies.sync)[run].ravel()
+            log_weight = np.array([sum(lag[x] for x in row if x >= 0) for row in pairs[run]])
+            ess = float(diagnostics.ess(log_weight))
+            error = diagnostics.ess_standard_error(log_weight, np.arange(64))
+            assert math.isclose(info.batch_ess[run], ess)
+            assert info.synced[run] == (ess - z * error < 0.6)
+            assert np.array_equal(state.sampler[run], (state.trainer if info.synced[run] else before.sampler)[run])
+            assert state.since_sync[run] == (0 if info.synced[run] else before.since_sync[run] + 1)
+        synced += info.synced.sum()
+    assert synced > 6
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_every_correction_trains_on_policy(name, machine):
+    """At zero mismatch each of them is plain policy gradient, to rounding."""
+    cfg = SimConfig(ALL[name], EveryK(1), steps=5, batch_size=32, step_size=0.5)
+    plain = SimConfig(resync=EveryK(1), steps=5, batch_size=32, step_size=0.5)
+    logits = random_logits(np.random.default_rng(1), machine)
+    result, expected = (simulate.run(machine, logits, c, range(2)) for c in (cfg, plain))
+    assert_allclose(result.state.trainer, expected.state.trainer, atol=1e-10)
+
+
+def test_ess_steps_counts_from_the_sync_and_says_inf_for_none():
+    table = pl.DataFrame(
+        {
+            "run": [0, 0, 0, 0, 1, 1, 1, 1],
+            "since_sync": [1, 2, 1, 2, 1, 2, 3, 4],
+            "ess": [0.9, 0.8, 0.7, 0.4, 0.9, 0.8, 0.7, 0.6],
+        }
+    )
+    assert simulate.ess_steps(table)["ess_step"].to_list() == [2.0, math.inf]
+    assert simulate.ess_steps(table, 0.75)["ess_step"].to_list() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"batch_size": 1}, "batch_size"), ({"steps": 0}, "steps"), ({"advantage": "raw"}, "advantage")],
+)
+def test_impossible_configs_are_refused(change, message):
+    with pytest.raises(BadInput, match=message):
+        SimConfig(**change)
+
+
+def test_logits_of_another_shape_are_refused(machine):
+    with pytest.raises(BadInput, match="logits has shape"):
+        simulate.run(machine, np.zeros((2, 2)), SimConfig(steps=1))
