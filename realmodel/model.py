@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     return folder
 
 
-def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, object]:
+def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """(model, tokenizer) from a folder, or by name from the hub.
 
     Raises:
@@ -131,7 +132,7 @@ def check_folder(path: str | Path) -> None:
         raise BadInput(f"model {str(path)!r} has no weights (*.safetensors)")
 
 
-def char_tokenizer() -> object:
+def char_tokenizer() -> Any:
     """One token per character of CHARACTERS, with PAD and EOS; AutoTokenizer and vLLM load it from its folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -143,7 +144,7 @@ def char_tokenizer() -> object:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD)
 
 
-def initialise(recipe: Recipe, tokenizer) -> nn.Module:
+def initialise(recipe: Recipe, tokenizer: Any) -> Any:
     """An untrained Qwen3 of the recipe's shape, float32, tied embeddings; the caller's random state is untouched."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -290,7 +291,7 @@ def _train(model, tokenizer, task, recipe: Recipe, progress) -> None:
         for problem in problems:
             answer = np.array(tokenizer.convert_tokens_to_ids(list(problem.answer)))
             wrong = rng.random(len(answer)) < recipe.corruption
-            answers.append(np.where(wrong, rng.choice(noise, len(answer)), answer).tolist() + [tokenizer.eos_token_id])
+            answers.append([*np.where(wrong, rng.choice(noise, len(answer)), answer).tolist(), tokenizer.eos_token_id])
         ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
         counted = torch.zeros_like(ids, dtype=torch.bool)
         for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

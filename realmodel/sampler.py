@@ -216,18 +216,18 @@ def _logp(ids: list[int], flat: Any, vocabulary: int, whole: bool, name: str) ->
 @contextlib.contextmanager
 def _random_state() -> Iterator[None]:
     """Puts the random states that vLLM seeds (torch, numpy, random) back as they were."""
-    python, legacy = random.getstate(), np.random.get_state()
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(legacy)
+            np.random.set_state(legacy)  # noqa: NPY002
 
 
 def _root_cause(error: BaseException) -> str:
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
-    details = getattr(error, "errors", None)  # pydantic's own first line says only how many errors there are
-    message = details()[0]["msg"] if callable(details) else str(error)
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    details: Any = getattr(error, "errors", None)  # pydantic's own first line says only how many errors there are
+    message = str(details()[0]["msg"]) if callable(details) else str(error)
     return (message.strip() or type(error).__name__).splitlines()[0]

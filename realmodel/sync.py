@@ -105,7 +105,7 @@ def read_back(llm: Any, model: nn.Module, columns: int = 64, seed: int = 0) -> i
     """
     state = model.state_dict()
 
-    def compare(engine: nn.Module) -> int:
+    def compare(engine: Any) -> int:
         count = 0
         for name, have, want in _in_use(engine, state, columns, np.random.default_rng(seed)):
             want = want.to(device=have.device, dtype=have.dtype)
@@ -125,7 +125,7 @@ def read_back(llm: Any, model: nn.Module, columns: int = 64, seed: int = 0) -> i
 
 @torch.no_grad()
 def _in_use(
-    engine: nn.Module, state: dict[str, Tensor], columns: int, rng: np.random.Generator
+    engine: Any, state: dict[str, Tensor], columns: int, rng: np.random.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, what the engine uses, what the trainer has) for every weight; matrices as the chosen columns (C, N)."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -148,8 +148,12 @@ def _in_use(
         have = module.quant_method.apply(module, one_hot(picked, weight.shape[1]))  # the layer without its bias
         yield name, have, weight[:, picked.to(weight.device)].T
         covered.add(f"{name}.weight")
-        if module.bias is not None:
-            yield f"{name}.bias", module.bias, torch.cat([state[f"{part}.bias"] for part in _parts(engine, name)])
+        if isinstance(module.bias, Tensor):
+            yield (
+                f"{name}.bias",
+                module.bias.to(dtype),
+                torch.cat([state[f"{part}.bias"] for part in _parts(engine, name)]),
+            )
             covered.add(f"{name}.bias")
     head = state["lm_head.weight"]
     picked = chosen(head.shape[1])
@@ -161,7 +165,7 @@ def _in_use(
             yield name, parameter[:rows], state[name]
 
 
-def _parts(engine: nn.Module, name: str) -> list[str]:
+def _parts(engine: Any, name: str) -> list[str]:
     """Names under which the trainer keeps a layer that vLLM may have merged: qkv_proj is q_proj, k_proj and v_proj."""
     parent, _, leaf = name.rpartition(".")
     return [f"{parent}.{part}" for part in engine.packed_modules_mapping.get(leaf, [leaf])]

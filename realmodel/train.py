@@ -7,6 +7,7 @@ weights (pi), at the sampler's weights from a snapshot (mu), and, on a fixed pro
 the sequence ESS of the lag is measured: a training batch is too small to date a collapse.
 """
 
+import math
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -65,6 +66,16 @@ class RunConfig:
     probe: int = 1024
     held_out: int = 512
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("prompts", 1), ("group", 2), ("held_out", 2), ("probe", 0), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise BadInput(f"{name} is {getattr(self, name)}, expected at least {least}")
+        for name in ("learning_rate", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise BadInput(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.denominator not in losses.DENOMINATORS:
+            raise BadInput(f"denominator is {self.denominator!r}, expected one of {', '.join(losses.DENOMINATORS)}")
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def variance_fit(
             ax.plot(table["k"], a * table["k"] ** 2 + b * table["k"], linewidth=1.2, **style)
     for value, name in ((math.log(2), "ln 2"), (used, "fitted below")):
         ax.axhline(value, color="0.4", linewidth=0.8)
-        ax.text(0.01, value, name, ha="left", va="bottom", fontsize=7, transform=_across(ax))
+        ax.text(0.99, value, name, ha="right", va="bottom", fontsize=7, transform=_across(ax))
     ax.set(
         xlabel="updates since the sync, k",
         ylabel="Var of the sequence log lag ratio (nats²)",

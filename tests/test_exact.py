@@ -71,6 +71,15 @@ def test_dlc_at_zero_lag_is_the_gradient_of_the_samplers_own_return(case):
     close(update, exact.gradient(problem, q))
 
 
+@given(strategies.problems_with_policies())
+def test_dlc_is_truncated_importance_sampling_where_there_is_no_discrepancy_and_nothing_is_clipped(case):
+    """c is proportional to q r = pi then, so centring changes nothing; a clip or an offset tells the two apart."""
+    problem, (pi, mu, _) = case
+    three = policies(mu + 0.2 * (pi - mu), mu)
+    dlc, tis = (exact.expected_update(problem, three, CORRECTIONS[name]) for name in ("dlc", "tis"))
+    close(dlc, tis)
+
+
 def test_the_corrections_differ_where_the_mismatch_is_large():
     """The equalities above would also hold of updates that are all the same."""
     rng = np.random.default_rng(0)

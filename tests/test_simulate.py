@@ -1,6 +1,7 @@
 """Monte Carlo training: one update against scalar loops and against its expectation, independence of runs, resyncs."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from sandbox import diagnostics, exact, problems, simulate
-from sandbox.corrections import CORRECTIONS, DLC
+from sandbox.batch import Batch
+from sandbox.corrections import CORRECTIONS, DLC, Corrected
 from sandbox.errors import BadInput
 from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
 from sandbox.policy import Policies, draw, policies, random_logits
@@ -142,7 +144,7 @@ def test_a_constant_offset_is_there_at_zero_lag(machine):
 
 @pytest.mark.parametrize("z", [0.0, 1.645])
 def test_ess_rule_sees_the_batch_and_syncs_after_it_is_used(machine, z):
-    cfg = SimConfig(CORRECTIONS["tis"], EssBelow(0.6, z), step_size=1.0, steps=40, batch_size=64)
+    cfg = SimConfig(CORRECTIONS["tis"], EssBelow(0.6, z), ConstantOffset(0.2), steps=40, batch_size=64)
     rngs = simulate.generators(0, range(6))
     state = simulate.init(rngs, machine, np.zeros(machine.shape), cfg)
     synced = 0
@@ -176,6 +178,29 @@ def test_every_correction_trains_on_policy(name, machine):
     logits = random_logits(np.random.default_rng(1), machine)
     result, expected = (simulate.run(machine, logits, c, range(2)) for c in (cfg, plain))
     assert_allclose(result.state.trainer, expected.state.trainer, atol=1e-10)
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A correction that rejects tokens by `keep` alone, and leaves their weight at 1."""
+
+    factors: bool
+    centres = False
+
+    def __call__(self, batch: Batch) -> Corrected:
+        return Corrected(np.ones(batch.logp_train.shape), batch.mask & (batch.total > 0), 0.0)
+
+
+def test_a_rejected_token_has_no_part_in_the_update():
+    problem, three = asymmetric_case()
+    many = stacked(three)
+    pairs = draw(problem, many.rollout, np.random.default_rng(0).random((1, 50, 3)))
+    updates = [simulate.update(problem, many, pairs, SimConfig(Reject(f), batch_size=50)) for f in (True, False)]
+    assert_allclose(updates[0], updates[1], atol=1e-12)
+    everything = simulate.update(problem, many, pairs, SimConfig(batch_size=50))
+    assert np.abs(updates[0] - everything).max() > 0.1
+    weight = exact.token_weights(three, Reject(True)).weight
+    assert np.array_equal(weight, (three.train > three.rollout).astype(float))
 
 
 def test_ess_steps_counts_from_the_sync_and_says_inf_for_none():

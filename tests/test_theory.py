@@ -170,6 +170,13 @@ def test_noise_alone_and_drift_alone():
     assert_allclose(loud.b, 0.01 * trace / 4)
 
 
+def test_linearised_adds_the_noise_of_every_step_to_the_drift(sparse):
+    logits = random_logits(np.random.default_rng(1), sparse, 0.3)
+    silent, noisy = (theory.linearised(sparse, logits, 0.5, noise, 12, "centred")[0] for noise in (0.0, 0.01))
+    assert_allclose(noisy - silent, 0.01 * np.arange(1, 13), rtol=1e-9)
+    assert_allclose(silent[0], theory.closed_form(sparse, logits, 0.5, 256, "centred").a)
+
+
 K = np.arange(1, 61)
 
 

@@ -36,7 +36,7 @@ def adamw_step(model, learning_rate: float = 1e-4) -> None:
 
 
 def trainer_rows(model, rollout: Rollout) -> list[np.ndarray]:
-    """The trainer's whole-vocabulary log-probabilities (T_i, V) of each response: one sequence at a time, no padding."""
+    """The trainer's whole-vocabulary log-probabilities of each response, one sequence at a time. B arrays (T_i, V)"""
     rows = []
     for prompt, response in zip(rollout.prompt_ids, rollout.response_ids, strict=True):
         with torch.no_grad():

@@ -63,7 +63,8 @@ def test_every_field_agrees_with_a_slow_loop():
             assert torch.equal(got.logp_sync_all[b, t], sync[b, position - 1])
             np.testing.assert_array_equal(got.logp_rollout_all[b, t], drawn.logp_all[b][t])
     assert got.advantage.tolist() == [[1.0], [-1.0], [0.5]]
-    assert got.version_rollout.tolist() == [[4]] * 3 and got.version_train == 6
+    assert got.version_rollout.tolist() == [[4]] * 3
+    assert got.version_train == 6
 
 
 def test_gradient_reaches_exactly_the_rows_that_predict_drawn_tokens():

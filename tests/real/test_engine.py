@@ -42,7 +42,8 @@ def test_float32_engine_gives_the_trainers_log_probabilities(engine, model):
 def test_whole_vocabulary_is_a_distribution_in_token_order(engine, model):
     rollout = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=2, whole_vocabulary=True)
     for b, (rows, want) in enumerate(zip(rollout.logp_all, trainer_rows(model, rollout), strict=True)):
-        assert rows.dtype == np.float32 and rows.shape == (len(rollout.response_ids[b]), 64)
+        assert rows.dtype == np.float32
+        assert rows.shape == (len(rollout.response_ids[b]), 64)
         np.testing.assert_allclose(np.exp(rows.astype(float)).sum(1), 1, atol=1e-5)
         for t, token in enumerate(rollout.response_ids[b]):
             assert rows[t, token] == rollout.logp[b][t]
@@ -256,7 +257,7 @@ def test_unknown_dtype(folder):
 
 
 def test_engine_that_does_not_start_says_why(folder):
-    with pytest.raises(BadInput, match="did not start.*max_model_len") as error:
+    with pytest.raises(BadInput, match=r"did not start.*max_model_len") as error:
         sampler.start(folder, EngineConfig(max_model_len=100_000))
     assert one_line(error)
 

@@ -28,15 +28,19 @@ def cache(tmp_path, monkeypatch):
 def test_build_once_then_reuse(cache):
     seen = []
     path = policy.build(QUICK, lambda step, steps, loss: seen.append((step, steps, loss)))
-    assert [s[:2] for s in seen] == [(1, 2), (2, 2)] and all(math.isfinite(s[2]) for s in seen)
+    assert [s[:2] for s in seen] == [(1, 2), (2, 2)]
+    assert all(math.isfinite(s[2]) for s in seen)
     assert policy.build(QUICK, lambda *_: pytest.fail("built twice")) == path
     record = json.loads((path / "recipe.json").read_text())
-    assert record["recipe"]["steps"] == 2 and 0 <= record["pass_probability"] <= 1
+    assert record["recipe"]["steps"] == 2
+    assert 0 <= record["pass_probability"] <= 1
     assert [p.name for p in cache.iterdir()] == [path.name]
     model, tokenizer = policy.load(path)
-    assert tokenizer.encode("31>") == [5, 3, 39] and tokenizer.eos_token_id == 1
+    assert tokenizer.encode("31>") == [5, 3, 39]
+    assert tokenizer.eos_token_id == 1
     assert tokenizer.decode([5, 3, 39]) == "31>"
-    assert model.lm_head.weight is model.model.embed_tokens.weight and len(tokenizer) == 64
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(tokenizer) == 64
 
 
 def test_a_recipe_decides_the_weights(monkeypatch, tmp_path):
@@ -58,6 +62,20 @@ def test_a_killed_build_leaves_nothing(cache):
         policy.build(QUICK, kill)
     assert list(cache.iterdir()) == []
     assert policy.build(QUICK).is_dir()
+
+
+def test_training_sees_no_held_out_prompt(monkeypatch):
+    drawn = []
+    draw = policy.tasks.Task.sample
+
+    def spy(task, rng, n, held_out):
+        problems = draw(task, rng, n, held_out)
+        drawn.append({policy.tasks.is_held_out(p.prompt) for p in problems})
+        return problems
+
+    monkeypatch.setattr(policy.tasks.Task, "sample", spy)
+    policy.build(QUICK)
+    assert drawn == [{False}, {False}, {True}]  # two steps, then the evaluation
 
 
 def test_build_leaves_the_callers_random_state():
@@ -153,20 +171,21 @@ def test_pass_probability_is_the_product_over_answer_and_eos():
 
 def test_greedy_right_follows_the_most_likely_tokens():
     model, tokenizer = untrained(), policy.char_tokenizer()
-    with torch.no_grad():
-        model.lm_head.weight[0] = 0  # the pad token is never the most likely one
-    problems = []
-    for prompt in ("123>", "7>"):
-        sequence = tokenizer.encode(prompt)
-        for _ in range(3):
-            sequence.append(model(torch.tensor([sequence])).logits[0, -1].argmax().item())
-        problems.append(Problem(prompt, tokenizer.decode(sequence[-3:])))
-    # greedy answers, but no eos: right only where eos is what comes next
-    logits = [model(torch.tensor([tokenizer.encode(p.prompt + p.answer)])).logits[0, -1] for p in problems]
-    want = [row.argmax().item() == 1 for row in logits]
+    prompts = [f"{i:03d}>" for i in range(300)]
+    ids = torch.tensor([tokenizer.encode(p) for p in prompts])
+    for _ in range(3):
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    end = ids[:, 6].mode().values.item()  # the random model hardly ever ends: let its favourite third token be eos
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    problems, want = [], []
+    for prompt, tokens in zip(prompts, ids[:, 4:].tolist(), strict=True):
+        if min(tokens[:2]) > 1:  # two characters and what follows
+            problems.append(Problem(prompt, tokenizer.decode(tokens[:2])))
+            want.append(tokens[2] == end)
+    assert 0 < sum(want) < len(want)
     assert policy.greedy_right(model, problems, tokenizer).tolist() == want
-    always_eos = untrained()
-    assert policy.greedy_right(always_eos, PROBLEMS, tokenizer).tolist() == [False] * 3
+    wrong = [Problem(p.prompt, p.answer[1] + p.answer[1]) for p in problems if p.answer[0] != p.answer[1]]
+    assert not policy.greedy_right(model, wrong, tokenizer).any()
 
 
 # the trainer's own sampler
@@ -176,12 +195,14 @@ def test_own_sampler_reports_its_own_log_probabilities():
     model = untrained()
     prompts = IDS[:2].tolist()
     rollout = policy.sample(model, prompts, 50, 12, torch.Generator().manual_seed(0), eos=1, version=5)
-    assert rollout.prompt_ids == [p for p in prompts for _ in range(50)] and rollout.version == 5
+    assert rollout.prompt_ids == [p for p in prompts for _ in range(50)]
+    assert rollout.version == 5
     assert rollout.prompt_index.tolist() == [0] * 50 + [1] * 50
     for b, rows in enumerate(trainer_rows(model, rollout)):
         response = rollout.response_ids[b]
         np.testing.assert_allclose(rollout.logp[b], rows[range(len(response)), response], atol=2e-5)
-        assert 1 not in response[:-1] and rollout.finished[b] == (response[-1] == 1)
+        assert 1 not in response[:-1]
+        assert rollout.finished[b] == (response[-1] == 1)
         assert rollout.finished[b] or len(response) == 12
     assert 0 < rollout.finished.sum() < 100
     again = policy.sample(model, prompts, 50, 12, torch.Generator().manual_seed(0), eos=1)

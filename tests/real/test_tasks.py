@@ -15,7 +15,9 @@ HELD_OUT_OF_FIRST_60 = [0, 1, 4, 7, 16, 29, 41, 52]
 def test_sort8_answers_are_the_prompts_digits_in_order():
     for problem in SORT8.sample(np.random.default_rng(0), 200, held_out=False):
         digits, end = problem.prompt[:-1], problem.prompt[-1]
-        assert len(digits) == 8 and digits.isdigit() and end == ">"
+        assert len(digits) == 8
+        assert digits.isdigit()
+        assert end == ">"
         assert Counter(problem.answer) == Counter(digits)
         assert all(a <= b for a, b in zip(problem.answer, problem.answer[1:], strict=False))
 
