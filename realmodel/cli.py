@@ -4,6 +4,7 @@ With --json a command prints one JSON object on standard output and nothing else
 its libraries print goes to standard error.
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -42,6 +43,8 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
     with _quiet_stdout() as stdout, _bar() as bar:
         from realmodel import demo as demos  # torch and transformers take seconds to import
 
+        _quiet_libraries()
+
         size = replace(demos.FAST if fast else demos.FULL, seeds=seeds)
         task = bar.add_task("starting", total=demos.work(size))
         outcome = demos.run(size, folder, lambda what, done: bar.update(task, description=what, advance=done))
@@ -64,6 +67,7 @@ def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = Fals
         from realmodel import sampler, tasks
         from realmodel import train as loop
 
+        _quiet_libraries()
         settings = configs.load(config, loop.RunConfig)
         tasks.get(settings.task)
         folder = _folder(out, config.stem)
@@ -123,6 +127,14 @@ def _quiet_stdout() -> Iterator[Any]:
             real.flush()
             sys.stdout.flush()
             os.dup2(real.fileno(), 1)
+
+
+def _quiet_libraries() -> None:
+    """No progress bars and no warnings of others about kernels that this machine does not have."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _bar() -> Progress:

@@ -144,7 +144,7 @@ def generate(
         temperature=1.0,
         max_tokens=max_new_tokens,
         logprobs=-1 if whole_vocabulary else 0,
-        flat_logprobs=True,  # lists instead of a dictionary a token: six times less time for the whole vocabulary
+        flat_logprobs=True,  # lists, not a dictionary a token: the whole vocabulary costs a quarter as much
         detokenize=False,
         stop_token_ids=sorted(eos_ids(llm)),
     )
@@ -226,8 +226,10 @@ def _random_state() -> Iterator[None]:
 
 
 def _root_cause(error: BaseException) -> str:
+    from pydantic import ValidationError
+
     while cause := error.__cause__ or error.__context__:
         error = cause
-    details: Any = getattr(error, "errors", None)  # pydantic's own first line says only how many errors there are
-    message = str(details()[0]["msg"]) if callable(details) else str(error)
+    # pydantic's own first line says only how many errors there are
+    message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return (message.strip() or type(error).__name__).splitlines()[0]

@@ -278,7 +278,7 @@ def _measure(batch: Batch, rollout: Rollout, rewards: np.ndarray) -> dict:
 
 def _update(config: RunConfig, learner: Learner, loss: Tensor, step: int) -> float:
     if not torch.isfinite(loss):
-        raise BadInput(f"loss is {float(loss)} at step {step}; the steps before it are in the run folder")
+        raise BadInput(f"loss is {float(loss.detach())} at step {step}; the steps before it are in the run folder")
     for group in learner.optimizer.param_groups:
         group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup, 1))
     learner.optimizer.zero_grad()

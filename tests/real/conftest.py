@@ -1,10 +1,5 @@
 """A tiny Qwen3 with random weights, and one real vLLM engine of each dtype, started once for all tests."""
 
-import os
-
-# Read when the first OpenMP runtime loads: threads that spin while they wait starve each other on a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import numpy as np
 import pytest
 import torch
