@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,9 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
         task = bar.add_task("starting", total=demos.work(size))
         outcome = demos.run(size, folder, lambda what, done: bar.update(task, description=what, advance=done))
         bar.update(task, description="done", completed=demos.work(size))
-        _print(stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": outcome["runs"]})
+        _print(
+            stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": demos.shown(outcome["runs"])}
+        )
         if not json:
             stdout.write(f"figures and explanation: {folder / 'report.html'}\n")
 
@@ -148,7 +150,7 @@ def _bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def _print(stdout: Any, outcome: dict, as_json: bool, tables: dict[str, list[dict[str, Any]]]) -> None:
+def _print(stdout: Any, outcome: dict, as_json: bool, tables: dict[str, Sequence[dict[str, Any]]]) -> None:
     if as_json:
         stdout.write(results.to_json(outcome) + "\n")
         return

@@ -135,6 +135,7 @@ def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: flo
         "observed_ess_step": observed.step,
         "observed_interval": [observed.low, observed.high],
         "watched_updates": observed.measured,
+        "updates": len(steps) - 1,
         "failure_step": failure_step(rates, on_policy),
         "token_kl_at_ess_step": float(at[0]) if len(at) else math.nan,
         "final_pass_rate": float(rates[-1].mean()),

@@ -107,6 +107,37 @@ def run(demo: Demo, folder: Path, progress: Progress) -> dict[str, Any]:
     return outcome
 
 
+def shown(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The real runs' rows as people read them: what belongs together in one cell."""
+
+    def step(value: float, watched: int) -> str:
+        return f"not in {watched}" if math.isinf(value) else report.cell(value)
+
+    table = []
+    for row in rows:
+        short = {"run": row["run"], "seed": row["seed"]}
+        if "observed_ess_step" in row:
+            watched, updates = row["watched_updates"], row["updates"]
+            low, high = (report.cell(value) for value in row["observed_interval"])
+            identifiable = row["prediction"] != "not_identifiable"
+            short |= {
+                "predicted ess_step": step(row["predicted_ess_step"], updates) if identifiable else "not identifiable",
+                "points fitted": row["points_fitted"],
+                "observed ess_step": f"{step(row['observed_ess_step'], watched)} [{low}, {high}]",
+                "failure_step": step(row["failure_step"], updates),
+                "token KL at ess_step": row["token_kl_at_ess_step"],
+            }
+        short["final pass rate"] = f"{row['final_pass_rate']:.3f}"
+        if "final_shortfall" in row:
+            short["below on-policy"] = f"{row['final_shortfall']:.3f} \u00b1 {row['final_shortfall_se']:.3f}"
+        short |= {"KL from on-policy": row["kl_from_on_policy"], "syncs": row["syncs"], "RMS d": row["rms_discrepancy"]}
+        if "longest_below_threshold" in row:
+            short["updates in a row with ESS below 1/2"] = row["longest_below_threshold"]
+        table.append(short)
+    columns = dict.fromkeys(name for row in sorted(table, key=len, reverse=True) for name in row)
+    return tuple({name: row.get(name) for name in columns} for row in table)
+
+
 def tabular_part(demo: Demo) -> tuple[list[dict], dict[str, pl.DataFrame]]:
     """Table of the tree, one row a correction, closed form, mean-field and Monte Carlo side by side; median curves."""
     problem = problems.sparse_tree(np.random.default_rng(0))
@@ -229,17 +260,17 @@ A tree of 4^6 sequences, reward 1 for a random best tenth, step size 1, 256 resp
 {tabular_steps} updates. \u221e: not within them. Here DLC syncs when the ESS itself is below 1/2.
 """
 OBSERVED = """
-Pass rates are exact: the probability of each held-out problem's one right answer. The KL from on-policy is that of
-whole responses from the on-policy run of seed 0, in units of the KL between it and the on-policy run of the same seed
-as the row's. \u221e: not within the run, or not predicted within it; "watched updates" says how long the first sync
-lasted, since a sync ends the watch. A dash: not applicable, or too few points to predict from.
+Pass rates are exact: the probability of each held-out problem's one right answer; "below on-policy" is with one
+standard error. An observed ess_step has a 95 % interval, and a sync ends the watch for it. The KL from on-policy is
+that of whole responses from the on-policy run of seed 0, in units of the KL between it and the on-policy run of the
+same seed as the row. A dash: not applicable.
 """
 
 
 def sections(demo: Demo, outcome: dict[str, Any], figure: Figure, recipe: dict[str, Any]) -> list[report.Section]:
     """The page's text, tables and figure."""
     values = demo.__dict__ | recipe
-    tree, runs = report.aligned(outcome["tabular"]), report.aligned(outcome["runs"])
+    tree, runs = report.aligned(outcome["tabular"]), shown(outcome["runs"])
     return [
         report.Section("What was run", (QUESTION, MODEL.format(**values))),
         report.Section("One figure", (FIGURE,), figure=plots.svg(figure)),

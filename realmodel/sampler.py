@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from realmodel.align import Rollout
 from realmodel.model import check_folder
 from sandbox.errors import BadInput
 
-DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["float32", "bfloat16", "float16"]
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # others start, then die on the first token
 
 # Read when vLLM is imported or started; what the user has set stays.
@@ -50,23 +50,25 @@ class EngineConfig:
         enforce_eager: False compiles the model, which takes half a minute.
     """
 
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     max_model_len: int = 128
     max_num_seqs: int = 256
     kv_cache_mib: int = 128
     seed: int = 0
     enforce_eager: bool = True
 
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Dtype):
+            raise BadInput(f"dtype {self.dtype!r} is unknown, expected one of: {', '.join(get_args(Dtype))}")
+
 
 def start(path: str | Path, config: EngineConfig) -> Any:
     """A vLLM engine (`vllm.LLM`) in this process, holding the weights in folder `path` (or of that hub name).
 
     Raises:
-        BadInput: one line, for a missing or incomplete folder, an unknown dtype, a head_dim that vLLM cannot serve on
-            a CPU, or an engine that does not start (with its root cause).
+        BadInput: one line, for a missing or incomplete folder, a head_dim that vLLM cannot serve on a CPU, or an
+            engine that does not start (with its root cause).
     """
-    if config.dtype not in DTYPES:
-        raise BadInput(f"dtype {config.dtype!r} is unknown, expected one of: {', '.join(DTYPES)}")
     check_folder(path)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.errors import BaseValidationError
@@ -94,6 +94,13 @@ def _structure_scalar(value: Any, kind: type) -> Any:
     raise BadInput(f"{value!r} is not of type {kind.__name__}")
 
 
+def _structure_literal(value: Any, kind: type) -> Any:
+    if value not in get_args(kind):
+        raise BadInput(f"{value!r} is none of {', '.join(map(repr, get_args(kind)))}")
+    return value
+
+
+CONVERTER.register_structure_hook_func(lambda cls: get_origin(cls) is Literal, _structure_literal)
 for _scalar in (int, float, str, bool):
     CONVERTER.register_structure_hook(_scalar, _structure_scalar)
 for _kind in PRESETS:

@@ -1,6 +1,7 @@
 """report.html: one self-contained page (no network) of prose, tables and figures, provenance at its foot."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def aligned(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def aligned(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The rows with the same keys in each, in order of first appearance; None where a row has no such value."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return tuple({name: row.get(name) for name in names} for row in rows)

@@ -68,6 +68,7 @@ def test_resolved_config_reads_back_to_the_same(name: str, rule: str):
         ("engine = {dtype = 16}", "16 is not of type str at engine.dtype"),
         ('[engine]\ndtpye = "float32"', "dtpye"),
         ("seed = ", "is not TOML"),
+        ('correction = {preset = "dlc", level = "segment"}', "'segment' is none of 'token', 'sequence'"),
         ('resync = {preset = "every", k = 0}', "k is 0, expected at least 1"),
     ],
 )

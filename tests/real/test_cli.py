@@ -33,7 +33,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
         ('model = "/nowhere/qwen"', "model '/nowhere/qwen' is no folder"),
         ('task = "sort9"', "task 'sort9' is unknown"),
         ('model = "broken"', "model 'broken' has no config.json"),
-        ('[engine]\ndtype = "int4"', "dtype 'int4' is unknown"),
+        ('[engine]\ndtype = "int4"', "'int4' is none of 'float32', 'bfloat16', 'float16' at engine.dtype"),
         ("prompts = 0", "prompts is 0, expected at least 1"),
         ("learning_rate = -1e-4", "learning_rate is -0.0001, expected"),
     ],
