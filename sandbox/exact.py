@@ -105,6 +105,11 @@ def advantage_visits(problem: Problem, logq: np.ndarray) -> np.ndarray:
     """sum_t P_q(s_t = s) (E_q[R | s_t = s, a_t = a] - E_q[R]), R the whole return, rewards before t included. (S, V)"""
     visits, past = past_moments(problem, logq, 1)
     future = values(problem, logq, (np.exp(logq) * problem.reward).sum(axis=-1))
+    return advantage_visits_of(problem, visits, past, future)
+
+
+def advantage_visits_of(problem: Problem, visits: np.ndarray, past: np.ndarray, future: np.ndarray) -> np.ndarray:
+    """`advantage_visits` from P(s_t = s), E[reward before t; s_t = s], (T, S) each, and the values, (T + 1, S + 1)."""
     baseline = future[0, problem.initial]
     at_once = past.sum(axis=0)[:, None] + visits.sum(axis=0)[:, None] * (problem.reward - baseline)
     return at_once + meeting(problem, visits, future)
