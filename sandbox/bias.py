@@ -4,10 +4,10 @@ The sampler draws from q with log mu - log q = d, E_mu[d | s] = 0; the trainer's
 uncorrected update minus the gradient is E_mu[(-sum_u d_u) A sum_t score_t], A = R - E_mu[R]. By which token's d meets
 which token's score, with Abar_t = E_mu[A | what came before token t]:
 
-    leading        E_mu sum_t (-d_t) Abar_t score_t            how often each token is drawn, at its prefix's mean advantage
-    within_token   E_mu sum_t (-d_t) (A - Abar_t) score_t      the same, by what the token itself is worth
-    prefix         E_mu sum_t (-sum_{u<t} d_u) A score_t       prefixes visited with the wrong frequency
-    downstream     E_mu sum_t (-sum_{u>t} d_u) A score_t       the value of acting as q afterwards
+    leading        E_mu sum_t (-d_t) Abar_t score_t         tokens drawn too often, at their prefix's mean advantage
+    within_token   E_mu sum_t (-d_t) (A - Abar_t) score_t   the same, at what the token itself is worth beyond that
+    prefix         E_mu sum_t (-sum_{u<t} d_u) A score_t    prefixes visited with the wrong frequency
+    downstream     E_mu sum_t (-sum_{u>t} d_u) A score_t    the value of acting as q afterwards
 
 A lag splits in the same way: with an exact sampler and pi = softmax(log mu + x) the first-order bias of the uncorrected
 update against the gradient AT PI has these parts with the centred x in place of d (it is -M x, see `matrices.py`).
@@ -80,8 +80,8 @@ def by_horizon(problem: Problem, logp: np.ndarray, log_ratio: np.ndarray, horizo
 
     Args:
         horizons: numbers of tokens T >= 1, such as range(1, 1025).
-    Returns: a row a horizon: horizon, gradient, the four parts, total, and left_by_dlc, left_by_tis: norms of what those
-        two leave of a discrepancy (seq_is leaves nothing).
+    Returns: a row a horizon: horizon, gradient, the four parts, total, and left_by_dlc, left_by_tis: norms of what
+        those two leave of a discrepancy (seq_is leaves nothing).
     Raises:
         BadInput: a horizon below 1, or none.
     """
@@ -115,7 +115,7 @@ def _recursions(problem: Problem, logp: np.ndarray, d: np.ndarray) -> tuple[np.n
 
     Returns:
         before: P(s_t = s), E[sum_{u<t} d_u; s_t = s], E[reward before t; s_t = s]. (3, T, S)
-        after: E[R_t | s_t] and E[D_t R_t | s_t], with R_t and D_t the sums of reward and of d from t on. (2, T + 1, S + 1)
+        after: E[R_t | s_t] and E[D_t R_t | s_t], R_t and D_t the sums of reward and of d from t on. (2, T + 1, S + 1)
     """
     push = np.exp(logp) * d
     visits, past = past_moments(problem, logp, 1, d)

@@ -208,10 +208,8 @@ class Report:
 
     return_train: float
     return_sampler: float
-    return_sd_sampler: float
     ess: dict[str, float]  # sequence level: lag, discrepancy, total = exp(-D2); lag_under_sampler
     renyi2: dict[str, float]  # lag, discrepancy, total
-    variance_log_ratio: dict[str, float]  # of the sequence, under the sampler's side of each ratio
     kl_train_sampler: float  # KL(pi || q), whole sequence
     kl_sampler_train: float
     token_kl_on_sampler_prefixes: float  # KL(q || pi) per token of the sampler
@@ -231,10 +229,8 @@ def report(problem: Problem, policies: Policies, advantage: Advantage = "centred
     return Report(
         return_train=float(expectation(problem, train, problem.reward)),
         return_sampler=float(expectation(problem, rollout, problem.reward)),
-        return_sd_sampler=float(np.sqrt(variance(problem, rollout, problem.reward))),
         ess=ess_of | {"lag_under_sampler": float(lag_ess_under_sampler(problem, policies))},
         renyi2=d2,
-        variance_log_ratio={name: float(variance_log_ratio(problem, p, q)) for name, (p, q) in pairs.items()},
         kl_train_sampler=float(kl(problem, train, rollout)),
         kl_sampler_train=float(kl(problem, rollout, train)),
         token_kl_on_sampler_prefixes=float(token_kl(problem, train, rollout)),

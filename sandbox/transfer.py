@@ -8,8 +8,8 @@
 Each has two routes with the same result. The plain one passes over the (state, token) pairs that can occur at t: right
 for trees, whose states occur once. For a machine with few states and many steps the tokens are first summed into the
 (S, S) matrix of a step: then a step costs S^2 instead of S V, and where only the value at t = 0 is asked for, repeated
-squaring takes log2 T steps. `log_sum` squares in linear space with a bound on what underflow may have lost, and goes the
-plain way, in log space, where that is not negligible: an ESS of e^-500 is as exact as any other.
+squaring takes log2 T steps. `log_sum` squares in linear space with a bound on what underflow may have lost, and goes
+the plain way, in log space, where that is not negligible: an ESS of e^-500 is as exact as any other.
 Leading axes, one entry per run, are allowed in `log_sum` and `expectation`.
 """
 
