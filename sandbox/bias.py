@@ -24,7 +24,7 @@ import polars as pl
 from sandbox.errors import BadInput
 from sandbox.exact import advantage_visits_of, centred
 from sandbox.problems import Problem
-from sandbox.transfer import meeting, past_moments, small, values
+from sandbox.transfer import ahead, meeting, past_moments, small, values
 
 PARTS = ("leading", "within_token", "prefix", "downstream")
 _AFTER_TOKEN = ("prefix", "downstream")
@@ -121,8 +121,7 @@ def _recursions(problem: Problem, logp: np.ndarray, d: np.ndarray) -> tuple[np.n
     visits, past = past_moments(problem, logp, 1, d)
     future = values(problem, logp, (np.exp(logp) * problem.reward).sum(axis=-1))
     # d has mean 0 at its prefix: it meets only what is earned with its token or later.
-    later = np.stack([(push * value[problem.transition]).sum(axis=-1) for value in future[1:]])
-    gain = values(problem, logp, (push * problem.reward).sum(axis=-1) + later)
+    gain = values(problem, logp, (push * problem.reward).sum(axis=-1) + ahead(problem, push, future))
     return np.stack([visits, past, past_moments(problem, logp, 1)[1]]), np.stack([future, gain])
 
 

@@ -24,6 +24,7 @@ from sandbox.results import write_json
 
 REQUIRED = ("transition", "reward", "horizon", "logits")
 OPTIONAL = ("initial", "sampler_logits", "sampler_log_offset")
+MOST_STEPS = 2**20
 MOST_VISITS = 2**25  # states times horizon: 256 MB for each table of the recursions
 
 
@@ -69,8 +70,9 @@ def loads(text: str) -> Case:
             raise BadInput(f"{name} is missing")
     problem = Problem(fields["transition"], fields["reward"], fields["horizon"], fields.get("initial", 0))
     states = problem.shape[0]
-    if problem.horizon * states > MOST_VISITS:
-        raise BadInput(f"horizon is {problem.horizon}, expected at most {MOST_VISITS // states} with {states} states")
+    most = min(MOST_STEPS, MOST_VISITS // states)
+    if problem.horizon > most:
+        raise BadInput(f"horizon is {reprlib.repr(problem.horizon)}, expected at most {most} with {states} states")
     logits = fields["logits"]
     offset = fields.get("sampler_log_offset", np.zeros(problem.shape))
     return Case(problem, logits, fields.get("sampler_logits", logits), offset)

@@ -26,7 +26,7 @@ NEGLIGIBLE = 1e-14  # relative
 def small(problem: Problem) -> bool:
     """Whether the matrix of a step is the cheaper route."""
     states, vocabulary = problem.shape
-    return states**2 * math.log2(problem.horizon) <= 8 * vocabulary * problem.horizon and states <= 1024
+    return states**2 * math.log2(problem.horizon) <= 16 * vocabulary * problem.horizon and states <= 1024
 
 
 def matrix(problem: Problem, table: np.ndarray) -> np.ndarray:
@@ -169,6 +169,13 @@ def past_moments(problem: Problem, logq: np.ndarray, order: int, f: np.ndarray |
         flow = np.stack([(q * m).ravel() for m in after[: order + 1]], axis=1)
         moments[:, t + 1] = (problem.arrivals @ flow).T
     return moments
+
+
+def ahead(problem: Problem, table: np.ndarray, future: np.ndarray) -> np.ndarray:
+    """sum_a table(s, a) future_{t+1}(next), at every t. (S, V), (T + 1, S + 1) -> (T, S)"""
+    if small(problem):
+        return future[1:] @ matrix(problem, table).T
+    return np.stack([(table * after[problem.transition]).sum(axis=-1) for after in future[1:]])
 
 
 def meeting(problem: Problem, past: np.ndarray, future: np.ndarray) -> np.ndarray:

@@ -29,6 +29,8 @@ def test_the_routes_agree(case):
         start = problem.initial
         results = [transfer.log_sum(problem, kernel), transfer.expectation(problem, q, reward), past]
         results += [transfer.past_moments(problem, q, 1, mu - q), future[0, start], moved[0, start]]
+        # Values are meant for states that can occur at t: at 0 that is the initial one.
+        results.append(transfer.ahead(problem, q * reward, future)[0, start])
         return [*results, transfer.meeting(problem, past[1], future), transfer.meeting(problem, past[0], moved)]
 
     with mock.patch.object(transfer, "small", return_value=True):
