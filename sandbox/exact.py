@@ -1,4 +1,4 @@
-"""Exact quantities of a tabular problem, by the recursions of `transfer.py`: never an enumeration of V^T sequences.
+"""Exact quantities of a tabular problem, by the recursions of `transfer.py`, not by enumeration of V^T sequences.
 
 A log-sum over sequences gives E_q[w^2], hence D2 and the sequence ESS; expectations give returns, KL and lengths; what
 comes before a token (forward) and after it (backward) gives the gradient and the expected updates.
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from sandbox import enumeration
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
@@ -175,8 +176,10 @@ def expected_update(
     responses of the sum over tokens of weight, whole-return advantage and score. The normalised advantage is divided
     by sd_q(R) + 1e-6. Untruncated sequence weights give the exact gradient at the trainer's logits.
 
+    A weight that does not factor over tokens (truncated sequences, PPO) is expected over all sequences, one by one.
+
     Raises:
-        BadInput: naming a correction whose weight does not factor over tokens (truncated sequences, PPO).
+        BadInput: such a weight, and more than about a million sequences; their number is in the message.
     """
     return expected_updates(problem, policies, {"": correction}, advantage)[""]
 
@@ -192,6 +195,13 @@ def expected_updates(
     for name, correction in corrections.items():
         if correction == CORRECTIONS["seq_is"]:
             updates[name] = gradient(problem, policies.train) / scale
+            continue
+        if not correction.factors:
+            baseline = float(expectation(problem, policies.rollout, problem.reward))
+            try:
+                updates[name] = enumeration.expected_update(problem, policies, correction, baseline, scale)
+            except BadInput as error:
+                raise BadInput(f"correction {name_of(correction)} has no recursion, and {error}") from error
             continue
         weight, centre = token_weights(policies, correction)
         visits = advantage_visits(problem, policies.rollout) if visits is None else visits
