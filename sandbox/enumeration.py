@@ -1,4 +1,4 @@
-"""Expected update over all sequences, one by one, for weights that are no product of tokens: truncated sequences, PPO."""
+"""Expected update over all sequences, one by one, for weights that are no product of tokens (sequence weights, PPO)."""
 
 from dataclasses import replace
 
