@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmarks import exact
 from sandbox import problems, simulate
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS
@@ -52,3 +53,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     corrections()
     runs_at_once()
+    exact.main()

@@ -27,6 +27,7 @@ from sandbox.errors import BadInput
 NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
+Kept = Annotated[Path | None, tyro.conf.arg(help="run folder to make; nothing is kept by default", metavar="DIR")]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
@@ -87,11 +88,31 @@ def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = Fals
         _print(stdout, kept | {"folder": str(folder)}, json, {config.stem: [kept]})
 
 
+def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept = None, json: Json = False) -> None:
+    """Every exact quantity of a tabular problem: returns, ESS, KL, gradient, expected updates and their biases.
+
+    Args:
+        problem: PROBLEM.json, or a preset: bandit, sparse_tree, machine, long, hidden_collapse, negative_prefixes.
+        matrices: also the eigenvalues of the lag's feedback, H, M and F; for small problems.
+    """
+    from sandbox import problem_json, summary
+
+    case = problem_json.named(problem)
+    folder = None if out is None else _folder(out, "exact")
+    outcome = summary.summary(case, matrices)
+    if folder is not None:
+        results.create_run(folder, {"problem": problem, "matrices": matrices})
+        problem_json.save(folder / "problem.json", case)
+        results.write_json(folder / "exact.json", outcome)
+        results.finish_run(folder)
+    _print(sys.stdout, outcome, json, summary.tables(outcome))
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        tyro.extras.subcommand_cli_from_dict({"demo": demo, "train": train}, prog="mismatch")
+        tyro.extras.subcommand_cli_from_dict({"demo": demo, "exact": exact, "train": train}, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)
         return 2

@@ -1,10 +1,7 @@
-"""Exact quantities of a tabular problem, as recursions over states: O(T S V), never an enumeration of V^T sequences.
+"""Exact quantities of a tabular problem, by the recursions of `transfer.py`, not by enumeration of V^T sequences.
 
-Two recursions run backward in time. With value_T = 0 and next = transition[s, a]:
-    log sum over sequences of exp(sum_t k(s_t, a_t)):   value(s) = logsumexp_a [k(s, a) + value(next)]
-    expectation under q of sum_t f(s_t, a_t):           value(s) = sum_a q(a|s) [f(s, a) + value(next)]
-The first gives E_q[w^2], hence D2 and the sequence ESS, in log space: an ESS of e^-500 is as exact as any other.
-One runs forward: the probability of being in s at t, and the moments of the reward collected before.
+A log-sum over sequences gives E_q[w^2], hence D2 and the sequence ESS; expectations give returns, KL and lengths; what
+comes before a token (forward) and after it (backward) gives the gradient and the expected updates.
 THEORY sections 2 and 3. All inputs are log-probability tables (..., S, V); leading axes are runs. Units: nats.
 """
 
@@ -15,34 +12,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from sandbox import enumeration
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
 from sandbox.policy import Policies
 from sandbox.problems import Problem
+from sandbox.transfer import expectation, log_sum, meeting, past_moments, values
 
 Advantage = Literal["centred", "normalised"]
 ADVANTAGES = ("centred", "normalised")
 ADVANTAGE_EPS = 1e-6  # added to the standard deviation of the return, as group-normalising trainers do
-
-
-def log_sum(problem: Problem, log_kernel: np.ndarray) -> np.ndarray:
-    """log of the sum over all sequences of exp(sum_t log_kernel[s_t, a_t]). (..., S, V) -> (...)"""
-    value = np.zeros((*log_kernel.shape[:-2], problem.shape[0] + 1))
-    for states in reversed(problem.layers):
-        future = value[..., problem.transition[states]]
-        value[..., states] = np.logaddexp.reduce(log_kernel[..., states, :] + future, axis=-1)
-    return value[..., problem.initial]
-
-
-def expectation(problem: Problem, logq: np.ndarray, f: np.ndarray) -> np.ndarray:
-    """E_q[sum_t f(s_t, a_t)]. (..., S, V), broadcast against each other -> (...)"""
-    q = np.exp(logq)
-    value = np.zeros((*np.broadcast_shapes(q.shape, f.shape)[:-2], problem.shape[0] + 1))
-    for states in reversed(problem.layers):
-        future = value[..., problem.transition[states]]
-        value[..., states] = (q[..., states, :] * (f[..., states, :] + future)).sum(axis=-1)
-    return value[..., problem.initial]
 
 
 class ToGo(NamedTuple):
@@ -117,23 +97,6 @@ def token_kl(problem: Problem, logp: np.ndarray, logq: np.ndarray) -> np.ndarray
     return total / length
 
 
-def past_moments(problem: Problem, logq: np.ndarray, order: int) -> np.ndarray:
-    """E_q[R_past^m; s_t = s] for m = 0 .. order, R_past the reward before t; m = 0 is P_q(s_t = s). (order + 1, T, S)
-
-    One policy, (S, V).
-    """
-    q, r = np.exp(logq), problem.reward
-    moments = np.zeros((order + 1, problem.horizon, problem.shape[0]))
-    moments[0, 0, problem.initial] = 1.0
-    for t in range(problem.horizon - 1):
-        now = moments[:, t, :, None]
-        after = [now[0], now[1:2].sum(axis=0) + r * now[0]]
-        after.append(now[2:3].sum(axis=0) + r * (2 * now[1:2].sum(axis=0) + r * now[0]))
-        flow = np.stack([(q * m).ravel() for m in after[: order + 1]], axis=1)
-        moments[:, t + 1] = (problem.arrivals @ flow).T
-    return moments
-
-
 def occupancy(problem: Problem, logq: np.ndarray) -> np.ndarray:
     """Expected visits of each state in one response of q. (S, V) -> (S,)"""
     return past_moments(problem, logq, 0)[0].sum(axis=0)
@@ -142,12 +105,15 @@ def occupancy(problem: Problem, logq: np.ndarray) -> np.ndarray:
 def advantage_visits(problem: Problem, logq: np.ndarray) -> np.ndarray:
     """sum_t P_q(s_t = s) (E_q[R | s_t = s, a_t = a] - E_q[R]), R the whole return, rewards before t included. (S, V)"""
     visits, past = past_moments(problem, logq, 1)
-    baseline = (visits.sum(axis=0)[:, None] * np.exp(logq) * problem.reward).sum()
-    total = np.zeros(problem.shape)
-    for t, states, mean, _ in to_go(problem, logq, problem.reward):
-        p = visits[t, states, None]
-        total[states] += past[t, states, None] + p * (mean - baseline)
-    return total
+    future = values(problem, logq, (np.exp(logq) * problem.reward).sum(axis=-1))
+    return advantage_visits_of(problem, visits, past, future)
+
+
+def advantage_visits_of(problem: Problem, visits: np.ndarray, past: np.ndarray, future: np.ndarray) -> np.ndarray:
+    """`advantage_visits` from P(s_t = s), E[reward before t; s_t = s], (T, S) each, and the values, (T + 1, S + 1)."""
+    baseline = future[0, problem.initial]
+    at_once = past.sum(axis=0)[:, None] + visits.sum(axis=0)[:, None] * (problem.reward - baseline)
+    return at_once + meeting(problem, visits, future)
 
 
 def advantage_scale(problem: Problem, logq: np.ndarray, advantage: Advantage) -> float:
@@ -193,10 +159,10 @@ def name_of(correction: Correction) -> str:
 
 def gradient(problem: Problem, logp: np.ndarray) -> np.ndarray:
     """Gradient of the return E_p[R] with respect to the logits of p. (S, V) -> (S, V)"""
-    return _centred(advantage_visits(problem, logp) * np.exp(logp), np.exp(logp))
+    return centred(advantage_visits(problem, logp) * np.exp(logp), np.exp(logp))
 
 
-def _centred(mass: np.ndarray, centre: np.ndarray) -> np.ndarray:
+def centred(mass: np.ndarray, centre: np.ndarray) -> np.ndarray:
     """sum_a mass(s, a) (e_a - c(.|s)). (..., S, V)"""
     return mass - centre * mass.sum(axis=-1, keepdims=True)
 
@@ -210,8 +176,10 @@ def expected_update(
     responses of the sum over tokens of weight, whole-return advantage and score. The normalised advantage is divided
     by sd_q(R) + 1e-6. Untruncated sequence weights give the exact gradient at the trainer's logits.
 
+    A weight that does not factor over tokens (truncated sequences, PPO) is expected over all sequences, one by one.
+
     Raises:
-        BadInput: naming a correction whose weight does not factor over tokens (truncated sequences, PPO).
+        BadInput: such a weight, and more than about a million sequences; their number is in the message.
     """
     return expected_updates(problem, policies, {"": correction}, advantage)[""]
 
@@ -228,9 +196,16 @@ def expected_updates(
         if correction == CORRECTIONS["seq_is"]:
             updates[name] = gradient(problem, policies.train) / scale
             continue
+        if not correction.factors:
+            baseline = float(expectation(problem, policies.rollout, problem.reward))
+            try:
+                updates[name] = enumeration.expected_update(problem, policies, correction, baseline, scale)
+            except BadInput as error:
+                raise BadInput(f"correction {name_of(correction)} has no recursion, and {error}") from error
+            continue
         weight, centre = token_weights(policies, correction)
         visits = advantage_visits(problem, policies.rollout) if visits is None else visits
-        updates[name] = _centred(visits * q * weight, centre) / scale
+        updates[name] = centred(visits * q * weight, centre) / scale
     return updates
 
 
@@ -243,10 +218,8 @@ class Report:
 
     return_train: float
     return_sampler: float
-    return_sd_sampler: float
     ess: dict[str, float]  # sequence level: lag, discrepancy, total = exp(-D2); lag_under_sampler
     renyi2: dict[str, float]  # lag, discrepancy, total
-    variance_log_ratio: dict[str, float]  # of the sequence, under the sampler's side of each ratio
     kl_train_sampler: float  # KL(pi || q), whole sequence
     kl_sampler_train: float
     token_kl_on_sampler_prefixes: float  # KL(q || pi) per token of the sampler
@@ -266,10 +239,8 @@ def report(problem: Problem, policies: Policies, advantage: Advantage = "centred
     return Report(
         return_train=float(expectation(problem, train, problem.reward)),
         return_sampler=float(expectation(problem, rollout, problem.reward)),
-        return_sd_sampler=float(np.sqrt(variance(problem, rollout, problem.reward))),
         ess=ess_of | {"lag_under_sampler": float(lag_ess_under_sampler(problem, policies))},
         renyi2=d2,
-        variance_log_ratio={name: float(variance_log_ratio(problem, p, q)) for name, (p, q) in pairs.items()},
         kl_train_sampler=float(kl(problem, train, rollout)),
         kl_sampler_train=float(kl(problem, rollout, train)),
         token_kl_on_sampler_prefixes=float(token_kl(problem, train, rollout)),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sandbox.arrays import log_softmax
-from sandbox.problems import END, Problem
+from sandbox.problems import END, Case, Problem
 
 
 class Policies(NamedTuple):
@@ -47,6 +47,11 @@ def policies(logits: np.ndarray, sampler_logits: np.ndarray, log_offset: np.ndar
     # Without an offset q is mu to the last bit, so that an exact sampler has discrepancy exactly 0.
     rollout = log_policy(sync + log_offset) if np.any(log_offset) else sync
     return Policies(log_policy(logits), sync, rollout)
+
+
+def policies_of(case: Case) -> Policies:
+    """pi, mu and q of a case. (S, V) each"""
+    return policies(case.logits, case.sampler_logits, case.sampler_log_offset)
 
 
 def draw(problem: Problem, log_rollout: np.ndarray, uniform: np.ndarray) -> np.ndarray:

@@ -3,10 +3,13 @@
 In state s the policy draws token a, earns reward[s, a] and moves to transition[s, a]; -1 ends the episode, as does
 the horizon. A bandit has one state, a prefix tree one state per prefix, and a small state machine with thousands of
 steps is the length of an LLM response: all are exact, because every quantity of `exact.py` is a recursion over states.
-Constructors: `bandit`, `tree`, `state_machine`; preset: `sparse_tree`.
+Constructors: `bandit`, `tree`, `sparse_tree`, `state_machine`. A `Case` is a problem with the weights of trainer and
+sampler and the offset of the sampler's engine: what PROBLEM.json describes (`problem_json.py`). `PRESETS` names some.
 """
 
 import math
+import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +19,7 @@ from scipy import sparse
 
 from sandbox.errors import BadInput
 
+LARGEST = 1e100  # magnitude of an input, so that squares and sums stay finite
 END = -1  # indexes the last entry of a value array of S + 1 entries, the one that stays 0
 
 
@@ -47,11 +51,11 @@ class Problem:
         reward = table("reward", self.reward, transition.shape)
         for name, value in (("horizon", self.horizon), ("initial", self.initial)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise BadInput(f"{name} is {value!r}, expected an integer")
+                raise BadInput(f"{name} is {reprlib.repr(value)}, expected an integer")
         if self.horizon < 1:
-            raise BadInput(f"horizon is {self.horizon}, expected at least 1")
+            raise BadInput(f"horizon is {reprlib.repr(self.horizon)}, expected at least 1")
         if not 0 <= self.initial < len(transition):
-            raise BadInput(f"initial is {self.initial}, out of range 0..{len(transition) - 1}")
+            raise BadInput(f"initial is {reprlib.repr(self.initial)}, out of range 0..{len(transition) - 1}")
         transition = transition.astype(np.int64)
         for name, array in (("transition", transition), ("reward", reward)):
             array.setflags(write=False)
@@ -104,7 +108,7 @@ def table(field: str, values: Any, shape: tuple[int, ...] | None = None) -> np.n
 
     Raises BadInput naming the field and the first bad row or entry.
     """
-    rows = list(values) if isinstance(values, list | tuple | np.ndarray) else []
+    rows = list(values) if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim) else []
     if not rows or any(not isinstance(row, list | tuple | np.ndarray) for row in rows):
         raise BadInput(f"{field} is not a table of S rows and V columns")
     for s, row in enumerate(rows):
@@ -114,13 +118,18 @@ def table(field: str, values: Any, shape: tuple[int, ...] | None = None) -> np.n
     for s, row in enumerate([] if numeric else rows):
         for a, entry in enumerate(row):
             if isinstance(entry, bool | np.bool_) or not isinstance(entry, int | float | np.integer | np.floating):
-                raise BadInput(f"{field}[{s}][{a}] is {entry!r}, expected a number")
+                raise BadInput(f"{field}[{s}][{a}] is {reprlib.repr(entry)}, expected a number")
+            if isinstance(entry, int) and abs(entry) > LARGEST:
+                raise BadInput(f"{field}[{s}][{a}] is {reprlib.repr(entry)}, which is larger than {LARGEST:g}")
     result = np.array(rows, dtype=float)
+    if result.ndim != 2:
+        raise BadInput(f"{field} has shape {result.shape}, expected (S, V)")
     if result.shape[1] < 2:
         raise BadInput(f"{field}[0] has {result.shape[1]} entry, expected a vocabulary of at least 2")
     if shape is not None and result.shape != shape:
         raise BadInput(f"{field} has shape {result.shape}, expected {shape}")
     refuse(field, "is not finite", result, ~np.isfinite(result))
+    refuse(field, f"is larger than {LARGEST:g}", result, np.abs(result) > LARGEST)
     return result
 
 
@@ -178,3 +187,70 @@ def state_machine(rng: np.random.Generator, states: int, vocabulary: int, horizo
     reward = np.zeros((states, vocabulary))
     reward[np.arange(states), rng.integers(vocabulary, size=states)] = 1.0 / horizon
     return Problem(transition, reward, horizon)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A problem and who plays it; arrays are copied and made read-only. `policy.policies_of` gives pi, mu and q.
+
+    Args:
+        logits: theta, what the trainer holds. (S, V)
+        sampler_logits: theta', what the sampler loaded at its last sync. (S, V)
+        sampler_log_offset: added to the sampler's log-probabilities, which are then renormalised; 0 for an exact
+            sampler. nats. (S, V)
+    Raises:
+        BadInput: naming field and index.
+    """
+
+    problem: Problem
+    logits: np.ndarray
+    sampler_logits: np.ndarray
+    sampler_log_offset: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("logits", "sampler_logits", "sampler_log_offset"):
+            array = table(name, getattr(self, name), self.problem.shape)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+
+def two_armed() -> Case:
+    """Rewards 0 and 1; P(better arm) is 1/2 for the trainer, 1/3 for the sampler's weights, 3/7 for what it draws from:
+    every quantity is a fraction or its logarithm."""
+    tables = (np.array([[0.0, math.log(odds)]]) for odds in (1.0, 0.5, 1.5))
+    return Case(bandit([0.0, 1.0]), *tables)
+
+
+def _with_noise(problem: Problem, seed: int, logits: float, lag: float, offset: float) -> Case:
+    """Independent normal sampler logits, lag and offset of the given standard deviations."""
+    rng = np.random.default_rng(seed)
+    sampler = logits * rng.normal(size=problem.shape)
+    trainer = sampler + lag * rng.normal(size=problem.shape)
+    return Case(problem, trainer, sampler, offset * rng.normal(size=problem.shape))
+
+
+def negative_prefixes() -> Case:
+    """The first token leads to a state that earns with every token or, twice as likely, to one that never earns.
+
+    Nothing that happens in the lost state matters, so the gradient there is 0 and any lag there stays what it is under
+    exact correction. Its mean advantage is negative: the uncorrected update pushes the trainer away from the sampler
+    there, the further the more (H > 0), and the lag grows geometrically.
+    """
+    horizon, start, won, lost = 32, 0, 1, 2
+    transition = np.array([[won, lost, lost], [won] * 3, [lost] * 3])
+    reward = np.zeros((3, 3))
+    reward[won] = 1.0 / (horizon - 1)
+    logits = np.zeros((3, 3))
+    logits[lost] = [0.1, 0.0, -0.1]
+    return Case(Problem(transition, reward, horizon, start), logits, np.zeros((3, 3)), np.zeros((3, 3)))
+
+
+# hidden_collapse: the per-token KL on the sampler's prefixes is .005 and looks healthy, the sequence ESS is under 1/2.
+PRESETS: dict[str, Callable[[], Case]] = {
+    "bandit": two_armed,
+    "sparse_tree": lambda: _with_noise(sparse_tree(np.random.default_rng(0)), 1, logits=0.5, lag=0.1, offset=0.3),
+    "machine": lambda: _with_noise(state_machine(np.random.default_rng(0), 16, 4, 64), 1, 0.5, 0.05, 0.05),
+    "long": lambda: _with_noise(state_machine(np.random.default_rng(0), 64, 32, 4096), 1, 1.0, 0.0, 0.02),
+    "hidden_collapse": lambda: _with_noise(state_machine(np.random.default_rng(0), 16, 4, 128), 1, 0.5, 0.115, 0.02),
+    "negative_prefixes": negative_prefixes,
+}

@@ -191,3 +191,79 @@ def trace_fisher_covariance(problem: Problem, p: np.ndarray, normalised: bool) -
         second += probability * np.outer(grad, grad)
         first += probability * grad
     return float(np.trace(fisher @ (second - np.outer(first, first))))
+
+
+def bias_split(problem: Problem, mu: np.ndarray, log_ratio: np.ndarray) -> dict[str, np.ndarray]:
+    """The four parts of THEORY section 4, each as its expectation over all sequences. (S, V) each"""
+    p = np.exp(mu)
+    d = np.array([[x - math.fsum(row_p * row) for x in row] for row_p, row in zip(p, log_ratio, strict=True)])
+    baseline = returns(problem, mu)
+    mass, gain = {}, {}  # of every prefix: its probability, and E[A; prefix]
+    for e in episodes(problem):
+        for t in range(len(e)):
+            key = tuple(e[:t])
+            mass[key] = mass.get(key, 0.0) + math.exp(log_prob(mu, e))
+            gain[key] = gain.get(key, 0.0) + math.exp(log_prob(mu, e)) * (reward(problem, e) - baseline)
+    parts = {name: np.zeros_like(mu) for name in ("leading", "within_token", "prefix", "downstream")}
+    for e in episodes(problem):
+        probability, advantage = math.exp(log_prob(mu, e)), reward(problem, e) - baseline
+        for t, (s, a) in enumerate(e):
+            score = -p[s]
+            score[a] += 1
+            at_prefix = gain[tuple(e[:t])] / mass[tuple(e[:t])]
+            before, after = sum(d[x] for x in e[:t]), sum(d[x] for x in e[t + 1 :])
+            parts["leading"][s] += probability * -d[s, a] * at_prefix * score
+            parts["within_token"][s] += probability * -d[s, a] * (advantage - at_prefix) * score
+            parts["prefix"][s] += probability * -before * advantage * score
+            parts["downstream"][s] += probability * -after * advantage * score
+    return parts
+
+
+def lag_matrices(problem: Problem, p: np.ndarray) -> dict[str, np.ndarray]:
+    """H = E[A hess log p], M = E[A score score'], F = E[score score'] over all logits. (S V, S V) each"""
+    baseline, n = returns(problem, p), p.size
+    h, m, f = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
+    for e in episodes(problem):
+        probability, advantage = math.exp(log_prob(p, e)), reward(problem, e) - baseline
+        score = response_update("none", p, p, p, e, 1.0).ravel()
+        m += probability * advantage * np.outer(score, score)
+        f += probability * np.outer(score, score)
+        for s, _ in e:  # hess log softmax = p p' - diag(p), whatever the token
+            row, block = np.exp(p[s]), slice(s * p.shape[1], (s + 1) * p.shape[1])
+            h[block, block] += probability * advantage * (np.outer(row, row) - np.diag(row))
+    return {"H": h, "M": m, "F": f}
+
+
+# The recursions step by step, in numpy, for problems too long to enumerate.
+
+
+def long_log_sum(problem: Problem, log_kernel: np.ndarray) -> float:
+    value = np.zeros(problem.shape[0] + 1)
+    for _ in range(problem.horizon):
+        value[:-1] = np.logaddexp.reduce(log_kernel + value[problem.transition], axis=1)
+    return float(value[problem.initial])
+
+
+def long_values(problem: Problem, table: np.ndarray, f: np.ndarray) -> np.ndarray:
+    """What is still to come of f with n = 0 .. T steps left. (T + 1, S + 1)"""
+    value = np.zeros((problem.horizon + 1, problem.shape[0] + 1))
+    for n in range(problem.horizon):
+        value[n + 1, :-1] = (np.exp(table) * (f + value[n][problem.transition])).sum(axis=1)
+    return value
+
+
+def long_advantage_visits(problem: Problem, table: np.ndarray) -> np.ndarray:
+    """sum_t P(s_t = s) (E[R | s_t = s, a_t = a] - E[R]). (S, V)"""
+    p, states = np.exp(table), problem.shape[0]
+    value = long_values(problem, table, problem.reward)
+    now, past = np.zeros((2, states + 1))
+    now[problem.initial] = 1.0
+    total = np.zeros(problem.shape)
+    for t in range(problem.horizon):
+        rest = problem.reward + value[problem.horizon - 1 - t][problem.transition] - value[-1, problem.initial]
+        total += past[:-1, None] + now[:-1, None] * rest
+        now_after, past_after = np.zeros((2, states + 1))
+        np.add.at(now_after, problem.transition, now[:-1, None] * p)
+        np.add.at(past_after, problem.transition, (past[:-1, None] + now[:-1, None] * problem.reward) * p)
+        now, past = now_after, past_after
+    return total

@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 
 from sandbox import problems
 from sandbox.batch import Batch
-from sandbox.policy import Policies, log_policy, policies
-from sandbox.problems import Problem
+from sandbox.policy import Policies, log_policy, policies, policies_of
+from sandbox.problems import Case, Problem
 
 BOUNDS = (0.5, 0.8, 1.2, 2.0, 5.0)  # of the presets; a ratio that equals one to rounding falls on either side
 
@@ -44,8 +44,8 @@ small_problems = st.one_of(machines(), trees())
 
 
 @st.composite
-def problems_with_policies(draw: st.DrawFn) -> tuple[Problem, Policies]:
-    """A problem and its pi, mu, q: lag in [-.5, 1.5] and offset in [-.4, .8] on top of logits in [-1, 2]."""
+def cases(draw: st.DrawFn) -> Case:
+    """A problem with its weights: lag in [-.5, 1.5] and offset in [-.4, .8] on top of logits in [-1, 2]."""
     problem = draw(small_problems)
     sampler = draw(tables(problem.shape, -1, 2))
     lag, offset = draw(tables(problem.shape, -0.5, 1.5)), draw(tables(problem.shape, -0.4, 0.8))
@@ -56,7 +56,12 @@ def problems_with_policies(draw: st.DrawFn) -> tuple[Problem, Policies]:
     # In log-odds too, where CIS truncates.
     odds = [logp - np.log1p(-np.exp(logp)) for logp in (result.train, result.rollout)]
     assume(np.abs(odds[0] - odds[1] - math.log(2)).min() > 1e-9)
-    return problem, result
+    return Case(problem, sampler + lag, sampler, offset)
+
+
+def problems_with_policies() -> st.SearchStrategy[tuple[Problem, Policies]]:
+    """A problem and its pi, mu, q."""
+    return cases().map(lambda case: (case.problem, policies_of(case)))
 
 
 @st.composite
