@@ -39,9 +39,10 @@ def quadratic_step(a: float, b: float, threshold: float = 0.5) -> float:
     return math.ceil(2 * level / root - 1e-9) if root > 0 else math.inf
 
 
-def curved(gamma: float, k: np.ndarray | float) -> np.ndarray | float:
-    """(e^(gamma k) - 1) / gamma, which is k at gamma = 0: how far a drift has carried after k steps of a loop."""
-    return np.expm1(gamma * np.asarray(k, dtype=float)) / gamma if gamma else np.asarray(k, dtype=float)
+def curved(gamma: float, k: np.ndarray) -> np.ndarray:
+    """(e^(gamma k) - 1) / gamma, which is k at gamma = 0: how far a drift has carried after k steps of a loop. (n,)"""
+    k = np.asarray(k, dtype=float)
+    return np.expm1(gamma * k) / gamma if gamma else k
 
 
 def curved_step(a: float, b: float, gamma: float, threshold: float = 0.5) -> float:
@@ -56,8 +57,8 @@ def curved_step(a: float, b: float, gamma: float, threshold: float = 0.5) -> flo
         return math.inf
 
     def passed(k: float) -> bool:
-        drift = curved(gamma, k) if gamma * k < 350 else math.inf  # its square would overflow
-        return a * drift**2 + b * k >= level * (1 - 1e-9) if a else b * k >= level * (1 - 1e-9)
+        drift = math.expm1(gamma * k) / gamma if gamma * k < 350 else math.inf  # its square would overflow
+        return (a * drift**2 if a else 0.0) + b * k >= level * (1 - 1e-9)
 
     low, high = 0, 1
     while not passed(high):
@@ -148,7 +149,7 @@ def fit_collapse(
         return step if step <= horizon else math.inf
 
     ess_step = collapse(float(a), float(b), float(gamma))
-    steps = np.sort([collapse(*pair, g) for g, pair in zip(resampled[0], resampled[1], strict=True)])
+    steps = np.sort([collapse(a, b, gamma) for gamma, (a, b) in zip(*resampled[:2], strict=True)])
     interval = (float(steps[int(0.05 * FIT_RESAMPLES)]), float(steps[int(0.95 * FIT_RESAMPLES)]))
     status = "predicted" if math.isfinite(ess_step) else "no_collapse_within_horizon"
     return Fit(float(a), float(b), ess_step, status, points, interval, float(gamma))

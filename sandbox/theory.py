@@ -1,7 +1,7 @@
 """When does the sequence ESS collapse? The prediction of ess_step, THEORY section 6, at four levels.
 
     closed form    Var[log w]_k = a k^2 + b k,  a = eta^2 g0' F g0,  b = eta^2 tr(F Sigma) / N
-    linearised     x_{k+1} = x_k + eta (g0 + H x_k),  Var[log w]_k = x_k' F x_k + b k
+    linearised     x_{k+1} = x_k + eta (u0 + J x_k),  Var[log w]_k = x_k' F x_k + b k; J is H where uncorrected
     mean field     iterate the expected update of any correction, read the ESS by the exact recursion
     fit            a and b from measured Var[log w] at k = 1 .. m (`collapse.py`), where F and Sigma are out of reach
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from sandbox import exact
+from sandbox import exact, lag
 from sandbox.collapse import quadratic_step, var_threshold
-from sandbox.corrections import Correction
+from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, Resync
 from sandbox.policy import draw, log_policy, policies
@@ -121,20 +121,6 @@ def closed_form(
     return Prediction(a, b, quadratic_step(a, b, threshold))
 
 
-def lag_feedback(
-    problem: Problem, logp: np.ndarray, x: np.ndarray, advantage: exact.Advantage = "normalised"
-) -> np.ndarray:
-    """H x: what a lag x of the trainer's logits adds, to first order, to the uncorrected update. (S, V) -> (S, V)
-
-    H = E[A hess log pi] = -sum_s occ(s) Aocc(s) F(s) (THEORY section 5): it feeds the lag in states of negative mean
-    advantage and damps it elsewhere.
-    """
-    p = np.exp(logp)
-    mean_advantage = (exact.advantage_visits(problem, logp) * p).sum(axis=-1, keepdims=True)
-    fisher_x = p * (x - (p * x).sum(axis=-1, keepdims=True))
-    return -mean_advantage * fisher_x / exact.advantage_scale(problem, logp, advantage)
-
-
 def linearised(
     problem: Problem,
     logits: np.ndarray,
@@ -143,22 +129,29 @@ def linearised(
     steps: int,
     advantage: exact.Advantage = "normalised",
     threshold: float = 0.5,
+    correction: Correction = CORRECTIONS["none"],
+    log_offset: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, float]:
-    """Var[log w] after k = 1 .. steps uncorrected updates to first order in the lag x, and its ess_step.
+    """Var[log w] after k = 1 .. steps updates to first order in the lag x, and its ess_step.
 
-    x_{k+1} = x_k + eta (g0 + H x_k), H x as in `lag_feedback`.
+    x_{k+1} = x_k + eta (u0 + J x_k), u0 the update at lag 0 and J x what the lag adds to the update that is really
+    applied (`lag.applied_feedback`): H x uncorrected, so an open loop; a corrected run closes it. A cap that binds only
+    at larger lag is not in it; the mean field has it.
 
     Args:
         noise: b of the closed form.
+        correction: one whose expected update is a recursion.
+        log_offset: the sampler's constant offset; Var[log w] stays that of the lag, under mu.
     Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
     """
-    logp = log_policy(logits)
-    visits = exact.occupancy(problem, logp)
-    drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
-    x, curve = np.zeros_like(logp), np.empty(steps)
+    start = policies(logits, logits, log_offset)
+    visits = exact.occupancy(problem, start.sync)
+    drift = exact.expected_update(problem, start, correction, advantage)
+    x, curve = np.zeros(problem.shape), np.empty(steps)
     for k in range(steps):
-        x = x + step_size * (drift + lag_feedback(problem, logp, x, advantage))
-        curve[k] = fisher_form(logp, visits, x) + noise * (k + 1)
+        closed = lag.applied_feedback(problem, logits, x, correction, advantage, log_offset) if k else 0.0
+        x = x + step_size * (drift + closed)
+        curve[k] = fisher_form(start.sync, visits, x) + noise * (k + 1)
     above = np.flatnonzero(curve >= var_threshold(threshold))
     return curve, float(above[0] + 1) if len(above) else math.inf
 

@@ -191,3 +191,28 @@ def trace_fisher_covariance(problem: Problem, p: np.ndarray, normalised: bool) -
         second += probability * np.outer(grad, grad)
         first += probability * grad
     return float(np.trace(fisher @ (second - np.outer(first, first))))
+
+
+def lag_matrices(problem: Problem, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """H = E[A hess log p], M = E[A score score'], its part where both scores are of one token, F = E[score score'].
+
+    Centred advantage; over all logits, state by state. (S V, S V) each
+    """
+    baseline, vocabulary = returns(problem, p), p.shape[1]
+    h, m, same, fisher = (np.zeros((p.size, p.size)) for _ in range(4))
+    for e in episodes(problem):
+        probability = math.exp(log_prob(p, e))
+        weighted = probability * (reward(problem, e) - baseline)
+        total = np.zeros(p.size)
+        for s, a in e:
+            block = slice(s * vocabulary, (s + 1) * vocabulary)
+            row = np.exp(p[s])
+            h[block, block] -= weighted * (np.diag(row) - np.outer(row, row))
+            score = np.zeros(p.size)
+            score[block] -= row
+            score[s * vocabulary + a] += 1
+            same += weighted * np.outer(score, score)
+            total += score
+        m += weighted * np.outer(total, total)
+        fisher += probability * np.outer(total, total)
+    return h, m, same, fisher

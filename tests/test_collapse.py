@@ -123,7 +123,7 @@ def test_curved_step_is_the_first_crossing(a, b, gamma, threshold):
 
 def test_no_curvature_is_the_quadratic():
     assert collapse.curved_step(3e-4, 1e-3, 1e-12) == collapse.quadratic_step(3e-4, 1e-3)
-    assert collapse.curved(0.0, 7.0) == 7.0
+    assert collapse.curved(0.0, K).tolist() == K.tolist()
     assert collapse.curved_step(1e-4, 0.0, -0.1) == math.inf  # saturates at .01
     assert collapse.curved_step(1e-4, 0.0, 900.0) == 1
 

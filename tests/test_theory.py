@@ -66,17 +66,6 @@ def test_fisher_form_is_the_variance_of_the_log_ratio_to_second_order(case):
     assert_allclose(variance / h**2, form, rtol=1e-2, atol=1e-6)
 
 
-@given(strategies.problems_with_policies())
-def test_lag_feedback_is_the_derivative_of_the_stale_update(case):
-    """H x of THEORY section 5 against central differences of the exact update with the sampler held fixed."""
-    problem, (p, mu, _) = case
-    x, h = mu - p, 1e-5
-    ahead, behind = (
-        exact.expected_update(problem, policies(p + sign * h * x, p), CORRECTIONS["none"]) for sign in (1, -1)
-    )
-    assert_allclose(theory.lag_feedback(problem, p, x, "centred"), (ahead - behind) / (2 * h), rtol=0, atol=1e-7)
-
-
 @pytest.fixture(scope="module", params=[0, 1, 2])
 def sparse(request) -> Problem:
     return problems.sparse_tree(np.random.default_rng(request.param))
