@@ -7,6 +7,7 @@ least 1,024 responses, is below the threshold. `failure_step`: first lasting dro
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from realmodel import model as policy
 from realmodel.align import Rollout, pad, predicted_by
 from sandbox import collapse
+from sandbox import predict as predictions
 from sandbox.collapse import failure_step, shortfall
 from sandbox.errors import BadInput
 
@@ -85,6 +87,25 @@ def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
     first, second = (policy.log_probs(learner.model, ids, attention, weights=w) for w in (of, to))
     per_token = (first.exp() * (first - second)).sum(-1)
     return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
+
+
+def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str, Any]:
+    """`predict.measured` of a run folder, with its failure_step: nan without two on-policy run folders or more.
+
+    Raises BadInput for a folder without a readable steps.parquet, or whose run had no probe.
+    """
+    steps = read_steps(run)
+    references = [pass_rates(read_steps(folder)) for folder in on_policy]
+    failure = failure_step(pass_rates(steps), references) if references else math.nan
+    return predictions.measured(first_sync(steps), threshold, len(steps) - 1) | {"failure_step": failure}
+
+
+def read_steps(run: Path) -> pl.DataFrame:
+    """The steps.parquet of a run folder."""
+    try:
+        return pl.read_parquet(run / "steps.parquet")
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise BadInput(f"run folder {run} has no readable steps.parquet") from error
 
 
 def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: float = 0.5) -> dict[str, Any]:

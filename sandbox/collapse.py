@@ -36,7 +36,7 @@ def quadratic_step(a: float, b: float, threshold: float = 0.5) -> float:
     """First integer k with a k^2 + b k >= ln(1 / threshold), for a, b >= 0; inf where there is none."""
     level = var_threshold(threshold)
     root = b + math.sqrt(b * b + 4 * a * level)
-    return math.ceil(2 * level / root - 1e-9) if root > 0 else math.inf
+    return float(math.ceil(2 * level / root - 1e-9)) if root > 0 else math.inf
 
 
 def curved(gamma: float, k: np.ndarray) -> np.ndarray:
