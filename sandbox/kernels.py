@@ -9,18 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+LOGITS, TRAIN, LAG, BELOW = range(4)  # of the tables of `pack`
 ADVANTAGE_EPS = 1e-6  # added to the standard deviation of the return, as group-normalising trainers do
 
 
 @njit(cache=True, nogil=True)
-def draw(below, uniform, transition, initial, reward, lag, pairs, returns, log_weight):
+def draw(tables, uniform, transition, initial, reward, pairs, returns, log_weight):
     """Responses of one run by inverting the cumulative distribution, with their return and their log weight.
 
     Args:
-        below: cumulative q without its last entry, which rounding may leave below 1. (S, V - 1)
+        tables: of this run, as in `pack`. (S, 4, V)
         uniform: uniform numbers in [0, 1). (N, T)
         transition, initial, reward: of the problem. (S, V)
-        lag: log pi - log mu. (S, V)
         pairs: filled with s V + a of each token, -1 after the end. int (N, T)
         returns, log_weight: filled with the sums of reward and lag. (N,)
     """
@@ -36,10 +36,10 @@ def draw(below, uniform, transition, initial, reward, lag, pairs, returns, log_w
                 continue
             s, u, token = np.uint64(state[n]), uniform[n, t], np.uint64(0)  # unsigned: no negative indices
             for a in range(np.uint64(vocabulary - 1)):
-                token += np.uint64(u >= below[s, a])
+                token += np.uint64(u >= tables[s, BELOW, a])
             pairs[n, t] = s * np.uint64(vocabulary) + token
             returns[n] += reward[s, token]
-            log_weight[n] += lag[s, token]
+            log_weight[n] += tables[s, LAG, token]
             state[n] = transition[s, token]
 
 
@@ -92,47 +92,65 @@ def add_up_all(pairs, gain, vocabulary, place, rows, mass):
 
 
 @njit(cache=True, nogil=True)
-def sample(
-    below, uniform, transition, initial, reward, lag, normalised, pairs, returns, log_weight, gain, place, rows, mass
-):
-    """`draw`, `advantages` and `add_up` of every run, one after the other. Returns the number of rows."""
-    count = 0
+def sample(tables, sync, uniform, transition, initial, reward, normalised, room):
+    """`draw`, `advantages` and `add_up` of every run, one after the other, and log pi and log mu of the visited rows.
+
+    Args:
+        tables: (R, S, 4, V). sync: log mu. (R, S, V)
+        room: `Scratch`, filled.
+    Returns: the number of rows.
+    """
+    count, states = 0, len(transition)
     for run in range(len(uniform)):
-        draw(below[run], uniform[run], transition, initial, reward, lag[run], pairs[run], returns[run], log_weight[run])
-        advantages(returns[run], normalised, gain[run, :, 0])
-        count = add_up(pairs[run], gain[run], len(reward[0]), place, rows, mass, run * len(place), count)
+        own, own_sync, start = tables[run], sync[run], count
+        draw(own, uniform[run], transition, initial, reward, room.pairs[run], room.returns[run], room.log_weight[run])
+        advantages(room.returns[run], normalised, room.gain[run, :, 0])
+        first = run * states
+        count = add_up(room.pairs[run], room.gain[run], len(reward[0]), room.place, room.rows, room.mass, first, count)
+        for at in range(start, count):
+            state = np.uint64(room.rows[at] - first)
+            room.train[at] = own[state, TRAIN]
+            room.sync[at] = own_sync[state]
     return count
 
 
 @njit(cache=True, nogil=True)
-def move(rows, mass, weight, centre, rate, logits, moved):
+def move(rows, mass, weight, centre, rate, tables, moved):
     """logits[row] += rate * sum_a weight mass (e_a - centre), and a copy of those rows with the tokens first.
 
     Args:
         rows, mass: of `add_up`, its count of them. (M,), (M, V)
         weight, centre: (M, V), or (1, V) for every row alike.
-        logits: changed in place. (R S, V)
+        tables: its logits change. (R S, 4, V)
         moved: filled with the new logits of the rows. (V, M)
     """
-    vocabulary, alike, centred_alike = mass.shape[1], len(weight) == 1, len(centre) == 1
+    vocabulary, alike = mass.shape[1], len(weight) == 1
     for i in range(len(rows)):
-        row, total, w, c = np.uint64(rows[i]), 0.0, 0 if alike else i, 0 if centred_alike else i
+        row, total, w = np.uint64(rows[i]), 0.0, 0 if alike else i
         for a in range(vocabulary):
             mass[i, a] *= weight[w, a]
             total += mass[i, a]
         for a in range(vocabulary):
-            logits[row, a] += rate * (mass[i, a] - centre[c, a] * total)
-            moved[a, i] = logits[row, a]
+            tables[row, LOGITS, a] += rate * (mass[i, a] - centre[i, a] * total)
+            moved[a, i] = tables[row, LOGITS, a]
 
 
 @njit(cache=True, nogil=True)
-def store(rows, moved, sync, train, lag):
-    """train and lag = train - sync of the moved rows, from their new log-probabilities. (M,), (V, M), (R S, V) each"""
+def store(rows, moved, sync, tables):
+    """log pi of the moved rows and the lag it has from log mu. (M,), (V, M), (M, V), (R S, 4, V)"""
     for i in range(len(rows)):
         row = np.uint64(rows[i])
         for a in range(len(moved)):
-            train[row, a] = moved[a, i]
-            lag[row, a] = moved[a, i] - sync[row, a]
+            tables[row, TRAIN, a] = moved[a, i]
+            tables[row, LAG, a] = moved[a, i] - sync[i, a]
+
+
+def pack(logits: np.ndarray, train: np.ndarray, lag: np.ndarray, rollout: np.ndarray) -> np.ndarray:
+    """What a step reads and writes of each state, side by side: logits, log pi, lag, cumulative q. (R, S, 4, V)
+
+    The last entry of the cumulative q, which rounding may leave below 1, is never read.
+    """
+    return np.stack([logits, train, lag, np.cumsum(np.exp(rollout), axis=-1)], axis=-2)
 
 
 class Scratch(NamedTuple):
@@ -146,6 +164,8 @@ class Scratch(NamedTuple):
     place: np.ndarray  # int (S,)
     rows: np.ndarray  # int (most,)
     mass: np.ndarray  # (most, V)
+    train: np.ndarray  # log pi of the rows, (most, V)
+    sync: np.ndarray  # log mu of the rows, (most, V)
 
 
 def scratch(runs: int, responses: int, horizon: int, states: int, vocabulary: int) -> Scratch:
@@ -160,4 +180,6 @@ def scratch(runs: int, responses: int, horizon: int, states: int, vocabulary: in
         place=np.full(states, -1),
         rows=np.empty(most, dtype=np.int64),
         mass=np.empty((most, vocabulary)),
+        train=np.empty((most, vocabulary)),
+        sync=np.empty((most, vocabulary)),
     )

@@ -73,8 +73,6 @@ class State(NamedTuple):
     since_sync: np.ndarray  # updates since the last sync, int (R,)
     syncs: np.ndarray  # int (R,)
     policies: Policies  # of trainer, sampler and log_offset, (R, S, V)
-    lag: np.ndarray  # log pi - log mu, (R, S, V)
-    below: np.ndarray  # cumulative q without its last entry, which rounding may leave below 1. (R, S, V - 1)
 
 
 class Info(NamedTuple):
@@ -108,26 +106,23 @@ def init(rngs: Sequence[np.random.Generator], problem: Problem, logits: np.ndarr
         raise BadInput(f"logits has shape {np.shape(logits)}, expected {problem.shape}")
     start = np.repeat(np.asarray(logits, dtype=float)[None], len(rngs), axis=0)
     log_offset = np.stack([cfg.discrepancy(rng, problem.shape) for rng in rngs])
-    now, zeros = policies(start, start, log_offset), np.zeros(len(rngs), dtype=int)
-    return State(start, start, log_offset, zeros, zeros, now, now.train - now.sync, _below(now.rollout))
-
-
-def _below(log_rollout: np.ndarray) -> np.ndarray:
-    return np.cumsum(np.exp(log_rollout), axis=-1)[..., :-1].copy()
+    zeros = np.zeros(len(rngs), dtype=int)
+    return State(start, start, log_offset, zeros, zeros, policies(start, start, log_offset))
 
 
 def step(rngs: Sequence[np.random.Generator], problem: Problem, state: State, cfg: SimConfig) -> tuple[State, Info]:
     """One update of every run; `state` stays as it is."""
-    return _advance(rngs, problem, _own(state), cfg, _scratch(problem, len(rngs), cfg))
+    return _advance(rngs, problem, *_own(state), cfg, _scratch(problem, len(rngs), cfg))
 
 
-def _own(state: State) -> State:
-    """A copy that `_advance` may change."""
-    copies = {field: getattr(state, field).copy() for field in ("trainer", "sampler", "lag", "below")}
+def _own(state: State) -> tuple[State, np.ndarray]:
+    """A copy that `_advance` may change, and the tables that its trainer and its policy are views of. (R, S, 4, V)"""
     train, sync, rollout = state.policies
+    tables = kernels.pack(state.trainer, train, train - sync, rollout)
     kept = sync.copy()
-    now = Policies(train.copy(), kept, kept if rollout is sync else rollout.copy())
-    return state._replace(policies=now, **copies)
+    now = Policies(tables[..., kernels.TRAIN, :], kept, kept if rollout is sync else rollout.copy())
+    owned = state._replace(trainer=tables[..., kernels.LOGITS, :], sampler=state.sampler.copy(), policies=now)
+    return owned, tables
 
 
 def _scratch(problem: Problem, runs: int, cfg: SimConfig) -> kernels.Scratch:
@@ -135,27 +130,29 @@ def _scratch(problem: Problem, runs: int, cfg: SimConfig) -> kernels.Scratch:
 
 
 def _advance(
-    rngs: Sequence[np.random.Generator], problem: Problem, state: State, cfg: SimConfig, room: kernels.Scratch
+    rngs: Sequence[np.random.Generator],
+    problem: Problem,
+    state: State,
+    tables: np.ndarray,
+    cfg: SimConfig,
+    room: kernels.Scratch,
 ) -> tuple[State, Info]:
     """`step`, changing the arrays of `state` in place: only visited states move, only synced runs load."""
     now = state.policies
     for rng, uniform in zip(rngs, room.uniform, strict=True):
         rng.random(out=uniform)
     machine = problem.transition, problem.initial, problem.reward
-    count = kernels.sample(state.below, room.uniform, *machine, state.lag, cfg.advantage == "normalised", *room[1:])
+    count = kernels.sample(tables, now.sync, room.uniform, *machine, cfg.advantage == "normalised", room)
     batch_ess = diagnostics.ess(room.log_weight)
     # Every response is a group of its own: there is one prompt.
     influence = diagnostics.ess_influence(room.log_weight)
     standard_error = batch_ess * np.sqrt((influence**2).sum(axis=-1)) / cfg.batch_size
 
     rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
-    moved = np.empty(mass.shape[::-1])
-    trainer, train, sync, lag = (
-        x.reshape(-1, problem.shape[1]) for x in (state.trainer, now.train, now.sync, state.lag)
-    )
-    kernels.move(rows, mass, weight, centre, cfg.step_size / cfg.batch_size, trainer, moved)
+    moved, flat = np.empty(mass.shape[::-1]), tables.reshape(-1, *tables.shape[2:])
+    kernels.move(rows, mass, weight, centre, cfg.step_size / cfg.batch_size, flat, moved)
     # Tokens first: reductions over a short last axis are slow in numpy.
-    kernels.store(rows, log_softmax(moved, axis=0), sync, train, lag)
+    kernels.store(rows, log_softmax(moved, axis=0), room.sync, flat)
 
     since_sync = state.since_sync + 1
     arguments = zip(since_sync.tolist(), batch_ess.tolist(), standard_error.tolist(), strict=True)
@@ -164,8 +161,8 @@ def _advance(
     for run in np.flatnonzero(synced):
         state.sampler[run] = state.trainer[run]
         loaded = policies(state.trainer[run], state.trainer[run], state.log_offset[run])
-        now.train[run], now.sync[run], now.rollout[run] = loaded
-        state.lag[run], state.below[run] = 0.0, _below(loaded.rollout)
+        now.sync[run], now.rollout[run] = loaded.sync, loaded.rollout
+        tables[run] = kernels.pack(state.trainer[run], loaded.train, loaded.train - loaded.sync, loaded.rollout)
     return state._replace(since_sync=since_sync * ~synced, syncs=state.syncs + synced), info
 
 
@@ -175,16 +172,18 @@ def update(problem: Problem, now: Policies, pairs: np.ndarray, cfg: SimConfig) -
     Args:
         pairs: drawn (state, token) as s V + a, -1 after the end. int (R, N, T)
     """
-    room = kernels.scratch(*pairs.shape, *problem.shape)._replace(pairs=pairs)
+    states, vocabulary = problem.shape
+    room = kernels.scratch(*pairs.shape, states, vocabulary)._replace(pairs=pairs)
     returns = _gather(problem.reward[None], pairs).sum(axis=-1)
     for run, gain in zip(returns, room.gain, strict=True):
         kernels.advantages(run, cfg.advantage == "normalised", gain[:, 0])
-    count = kernels.add_up_all(pairs, room.gain, problem.shape[1], *room[-3:])
+    count = kernels.add_up_all(pairs, room.gain, vocabulary, room.place, room.rows, room.mass)
+    for of, into in ((now.train, room.train), (now.sync, room.sync)):
+        into[:count] = of.reshape(-1, vocabulary)[room.rows[:count]]
     rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
-    total = np.zeros(now.train.shape)
-    flat = total.reshape(-1, total.shape[-1])
-    kernels.move(rows, mass, weight, centre, 1 / pairs.shape[1], flat, np.empty(mass.shape[::-1]))
-    return total
+    total = np.zeros((now.train.size // vocabulary, 4, vocabulary))
+    kernels.move(rows, mass, weight, centre, 1 / pairs.shape[1], total, np.empty(mass.shape[::-1]))
+    return total[:, kernels.LOGITS].reshape(now.train.shape)
 
 
 def _visited(
@@ -193,20 +192,16 @@ def _visited(
     """(rows, mass, weight, centre): the batch's update is sum_a weight mass (e_a - centre) at each visited row.
 
     Args:
-        room: with pairs and gain of the batch, and its first `count` rows and their mass.
+        room: with pairs and gain of the batch, and its first `count` rows, their mass, log pi and log mu.
     """
-    vocabulary = problem.shape[1]
-    rows, mass = room.rows[:count], room.mass[:count]
-    train = np.take(now.train.reshape(-1, vocabulary), rows, axis=0)
-    if correction == CORRECTIONS["none"]:
-        return rows, mass, np.ones((1, vocabulary)), np.exp(train)
+    rows, mass, train, sync = room.rows[:count], room.mass[:count], room.train[:count], room.sync[:count]
+    if correction.factors and correction != CORRECTIONS["none"]:
+        exact_engine = now.rollout is now.sync
+        rollout = sync if exact_engine else np.take(now.rollout.reshape(-1, problem.shape[1]), rows, axis=0)
+        return rows, mass, *exact.token_weights(Policies(train, sync, rollout), correction)
     if not correction.factors:
         mass = _mass_from_batch(problem, now, room, correction)[:count]
-        return rows, mass, np.ones((1, vocabulary)), np.exp(train)
-    sync = np.take(now.sync.reshape(-1, vocabulary), rows, axis=0)
-    exact_engine = now.rollout is now.sync
-    rollout = sync if exact_engine else np.take(now.rollout.reshape(-1, vocabulary), rows, axis=0)
-    return rows, mass, *exact.token_weights(Policies(train, sync, rollout), correction)
+    return rows, mass, np.ones((1, problem.shape[1])), np.exp(train)
 
 
 def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, correction: Correction) -> np.ndarray:
@@ -282,10 +277,10 @@ def run(
 
 def _run(problem: Problem, logits: np.ndarray, cfg: SimConfig, runs: Sequence[int]) -> tuple[pl.DataFrame, State]:
     rngs = generators(cfg.seed, runs)
-    state, room = _own(init(rngs, problem, logits, cfg)), _scratch(problem, len(rngs), cfg)
+    (state, tables), room = _own(init(rngs, problem, logits, cfg)), _scratch(problem, len(rngs), cfg)
     infos, syncs = [], []
     for _ in range(cfg.steps):
-        state, info = _advance(rngs, problem, state, cfg, room)
+        state, info = _advance(rngs, problem, state, tables, cfg, room)
         infos.append(info)
         syncs.append(state.syncs)
     columns = {
