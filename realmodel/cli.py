@@ -10,24 +10,25 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import polars as pl
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sandbox import report, results
+from sandbox import plots, report, results
 from sandbox.errors import BadInput
 
 NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
-Kept = Annotated[Path | None, tyro.conf.arg(help="run folder to make; nothing is kept by default", metavar="DIR")]
+Kept = Annotated[Path | None, tyro.conf.arg(help="folder to keep the outcome in; none by default", metavar="DIR")]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
@@ -55,6 +56,40 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
         )
         if not json:
             stdout.write(f"figures and explanation: {folder / 'report.html'}\n")
+
+
+def predict(
+    source: tyro.conf.Positional[Path],
+    threshold: float = 0.5,
+    on_policy: tuple[Path, ...] = (),
+    out: Kept = None,
+    json: Json = False,
+) -> None:
+    """Collapse step by the three levels, with the curve; for a run folder, the fit to its own first measurements.
+
+    Args:
+        source: TOML file of a tabular problem, see realmodel/configs/predict.toml, or the folder of a real-model run.
+        threshold: sequence ESS of a collapse in a run folder; a TOML file states its own.
+        on_policy: folders of two on-policy runs or more, to date the failure_step of a run folder.
+    """
+    from sandbox import config as configs
+    from sandbox import predict as predictions
+
+    if source.is_dir():
+        from realmodel import compare  # torch takes seconds to import
+
+        asked = {"run": str(source), "threshold": threshold, "on_policy": [str(run) for run in on_policy]}
+        outcome = compare.predict(source, on_policy, threshold)
+    else:
+        config = configs.load(source, predictions.PredictConfig)
+        asked, outcome = configs.resolved(config), predictions.tabular(config)
+    if out is not None:
+        folder = results.create_run(_folder(out, "predict"), asked)
+        results.write_json(folder / "predict.json", outcome)
+        results.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
+        results.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
+        results.finish_run(folder)
+    _print(sys.stdout, outcome, json, predictions.tables(outcome))
 
 
 def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = False) -> None:
@@ -112,7 +147,8 @@ def main() -> int:
     """Entry point; returns the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        tyro.extras.subcommand_cli_from_dict({"demo": demo, "exact": exact, "train": train}, prog="mismatch")
+        commands = {"demo": demo, "exact": exact, "predict": predict, "train": train}
+        tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)
         return 2
@@ -171,7 +207,7 @@ def _bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def _print(stdout: Any, outcome: dict, as_json: bool, tables: dict[str, Sequence[dict[str, Any]]]) -> None:
+def _print(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     if as_json:
         stdout.write(results.to_json(outcome) + "\n")
         return

@@ -7,6 +7,7 @@ least 1,024 responses, is below the threshold. `failure_step`: first lasting dro
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,10 @@ import torch
 
 from realmodel import model as policy
 from realmodel.align import Rollout, pad, predicted_by
-from sandbox import theory
+from sandbox import collapse
+from sandbox import predict as predictions
+from sandbox.collapse import failure_step, shortfall
 from sandbox.errors import BadInput
-
-STANDARD_ERRORS = 3.0
-LASTING = 5  # a drop counts if it lasts for this many measurements
 
 
 @dataclass(frozen=True)
@@ -63,46 +63,15 @@ def observed_ess_step(since_sync: pl.DataFrame, threshold: float = 0.5) -> Cross
     return Crossing(first(ess), first(ess - margin), first(ess + margin), int(k[-1]))
 
 
-def predicted_ess_step(since_sync: pl.DataFrame, horizon: int, threshold: float = 0.5) -> theory.Fit:
-    """The out-of-sample prediction: a k^2 + b k fitted to the first steps' Var[log r] only (theory.fit_collapse)."""
+def predicted_ess_step(since_sync: pl.DataFrame, horizon: int, threshold: float = 0.5) -> collapse.Fit:
+    """The out-of-sample prediction: a k^2 + b k fitted to the first steps' Var[log r] only (collapse.fit_collapse)."""
     later = since_sync.filter(pl.col("k") > 0)
-    return theory.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), threshold, horizon)
+    return collapse.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), threshold, horizon)
 
 
 def pass_rates(steps: pl.DataFrame) -> np.ndarray:
     """Exact pass probability before each update and after the last, by held-out problem. (steps + 1, problems)"""
     return np.array(steps["pass_probability"].to_list())
-
-
-def shortfall(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """How far a run's pass rate lies below the mean of the on-policy runs, and the standard error of that.
-
-    The error adds two sources: the held-out problems (paired, the same for every run) and the training seed, whose
-    variance is pooled over all steps of the on-policy runs and counted once for the run and 1/m for their mean.
-
-    Args:
-        run: (K, problems)
-        on_policy: m >= 2 runs, each (K, problems)
-    Returns:
-        (difference, standard_error), each (K,); positive differences are below on-policy.
-    """
-    if len(on_policy) < 2:
-        raise BadInput(f"on_policy has {len(on_policy)} run; the seed's noise needs two")
-    mean = np.mean(on_policy, axis=0)
-    difference = mean - run
-    seed_variance = np.var([r.mean(axis=1) for r in on_policy], axis=0, ddof=1).mean()
-    problem_variance = difference.var(axis=1, ddof=1) / difference.shape[1]
-    return difference.mean(axis=1), np.sqrt(problem_variance + seed_variance * (1 + 1 / len(on_policy)))
-
-
-def failure_step(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> float:
-    """First update from which the run is more than 3 standard errors below on-policy 5 times in a row; inf if none."""
-    difference, error = shortfall(run, on_policy)
-    failed = difference > STANDARD_ERRORS * error
-    for step in range(len(failed) - LASTING + 1):
-        if failed[step : step + LASTING].all():
-            return float(step)
-    return math.inf
 
 
 def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
@@ -118,6 +87,25 @@ def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
     first, second = (policy.log_probs(learner.model, ids, attention, weights=w) for w in (of, to))
     per_token = (first.exp() * (first - second)).sum(-1)
     return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
+
+
+def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str, Any]:
+    """`predict.measured` of a run folder, with its failure_step: nan without two on-policy run folders or more.
+
+    Raises BadInput for a folder without a readable steps.parquet, or whose run had no probe.
+    """
+    steps = read_steps(run)
+    references = [pass_rates(read_steps(folder)) for folder in on_policy]
+    failure = failure_step(pass_rates(steps), references) if references else math.nan
+    return predictions.measured(first_sync(steps), threshold, len(steps) - 1) | {"failure_step": failure}
+
+
+def read_steps(run: Path) -> pl.DataFrame:
+    """The steps.parquet of a run folder."""
+    try:
+        return pl.read_parquet(run / "steps.parquet")
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise BadInput(f"run folder {run} has no readable steps.parquet") from error
 
 
 def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: float = 0.5) -> dict[str, Any]:

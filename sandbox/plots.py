@@ -125,6 +125,36 @@ def variance_fit(
     return ax
 
 
+def prediction(curve: list[dict], threshold: float) -> str:
+    """Var[log w] of every level, or measured and fitted, against updates since the sync; an SVG element.
+
+    Args:
+        curve: rows of k and any of closed_form, linearised, mean_field, var_log_ratio, fit, curved.
+        threshold: ESS; its Var is ln(1 / threshold).
+    """
+    table, figure = pl.DataFrame(curve), Figure(figsize=(5, 3.4), layout="constrained")
+    ax = figure.subplots()
+    marks = {
+        "closed_form": ":",
+        "linearised": "--",
+        "mean_field": "-",
+        "var_log_ratio": "o",
+        "fit": "-",
+        "curved": "--",
+    }
+    for name, mark in marks.items():
+        if name in table.columns:
+            shown = table.filter(pl.col(name) > 0)
+            ax.plot(shown["k"], shown[name], mark, markersize=3, linewidth=1.4, label=name.replace("_", " "))
+    ax.axhline(-math.log(threshold), color="0.4", linewidth=0.8)
+    text = f"ESS = {threshold:g}"
+    ax.text(0.99, -math.log(threshold), text, ha="right", va="bottom", fontsize=7, transform=_across(ax))
+    ax.set(xlabel="updates since the sync, k", ylabel="Var of the sequence log lag ratio (nats²)")
+    ax.set(xscale="log", yscale="log")
+    ax.legend(fontsize=8)
+    return svg(figure)
+
+
 def svg(figure: Figure) -> str:
     """The figure as an SVG element, to stand inside a page."""
     with matplotlib.rc_context({"svg.hashsalt": "mismatch"}):

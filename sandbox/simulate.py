@@ -9,19 +9,23 @@ Return, ESS and KL are read by the exact recursions, not from the batch, but for
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from sandbox import diagnostics, exact
+from sandbox import diagnostics, exact, kernels
+from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, ConstantOffset, Resync
-from sandbox.policy import Policies, draw, policies
+from sandbox.policy import Policies, policies
 from sandbox.problems import Problem
+
+TOGETHER = 16  # runs that share numpy's calls: more and their tables leave the cache, fewer and the calls weigh
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class SimConfig:
         steps: updates.
         advantage: "centred" or "normalised".
         seed: root of the runs' generators.
+        readings: read return, ESS and KL by the exact recursions after every step; without, they are nan and a step
+            costs a fraction.
     """
 
     correction: Correction = CORRECTIONS["none"]
@@ -47,6 +53,7 @@ class SimConfig:
     steps: int = 100
     advantage: exact.Advantage = "normalised"
     seed: int = 0
+    readings: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
@@ -65,7 +72,7 @@ class State(NamedTuple):
     log_offset: np.ndarray  # of the sampler's engine, (R, S, V)
     since_sync: np.ndarray  # updates since the last sync, int (R,)
     syncs: np.ndarray  # int (R,)
-    policies: Policies  # of the three fields above it, (R, S, V)
+    policies: Policies  # of trainer, sampler and log_offset, (R, S, V)
 
 
 class Info(NamedTuple):
@@ -104,76 +111,125 @@ def init(rngs: Sequence[np.random.Generator], problem: Problem, logits: np.ndarr
 
 
 def step(rngs: Sequence[np.random.Generator], problem: Problem, state: State, cfg: SimConfig) -> tuple[State, Info]:
-    """One update of every run."""
-    uniform = np.stack([rng.random((cfg.batch_size, problem.horizon)) for rng in rngs])
-    pairs = draw(problem, state.policies.rollout, uniform)
-    log_weight = _gather(state.policies.train - state.policies.sync, pairs).sum(axis=-1)
-    batch_ess = diagnostics.ess(log_weight)
+    """One update of every run; `state` stays as it is."""
+    return _advance(rngs, problem, *_own(state), cfg, _scratch(problem, len(rngs), cfg))
+
+
+def _own(state: State) -> tuple[State, np.ndarray]:
+    """A copy that `_advance` may change, and the tables that its trainer and its policy are views of. (R, S, 4, V)"""
+    train, sync, rollout = state.policies
+    tables = kernels.pack(state.trainer, train, train - sync, rollout)
+    kept = sync.copy()
+    now = Policies(tables[..., kernels.TRAIN, :], kept, kept if rollout is sync else rollout.copy())
+    owned = state._replace(trainer=tables[..., kernels.LOGITS, :], sampler=state.sampler.copy(), policies=now)
+    return owned, tables
+
+
+def _scratch(problem: Problem, runs: int, cfg: SimConfig) -> kernels.Scratch:
+    return kernels.scratch(runs, cfg.batch_size, problem.horizon, *problem.shape)
+
+
+def _advance(
+    rngs: Sequence[np.random.Generator],
+    problem: Problem,
+    state: State,
+    tables: np.ndarray,
+    cfg: SimConfig,
+    room: kernels.Scratch,
+) -> tuple[State, Info]:
+    """`step`, changing the arrays of `state` in place: only visited states move, only synced runs load."""
+    now = state.policies
+    for rng, uniform in zip(rngs, room.uniform, strict=True):
+        rng.random(out=uniform)
+    machine = problem.transition, problem.initial, problem.reward
+    count = kernels.sample(tables, now.sync, room.uniform, *machine, cfg.advantage == "normalised", room)
+    batch_ess = diagnostics.ess(room.log_weight)
     # Every response is a group of its own: there is one prompt.
-    influence = diagnostics.ess_influence(log_weight)
+    influence = diagnostics.ess_influence(room.log_weight)
     standard_error = batch_ess * np.sqrt((influence**2).sum(axis=-1)) / cfg.batch_size
 
-    trainer = state.trainer + cfg.step_size * update(problem, state.policies, pairs, cfg)
+    rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
+    moved, flat = np.empty(mass.shape[::-1]), tables.reshape(-1, *tables.shape[2:])
+    kernels.move(rows, mass, weight, centre, cfg.step_size / cfg.batch_size, flat, moved)
+    # Tokens first: reductions over a short last axis are slow in numpy.
+    kernels.store(rows, log_softmax(moved, axis=0), room.sync, flat)
+
     since_sync = state.since_sync + 1
-    now = policies(trainer, state.sampler, state.log_offset)
     arguments = zip(since_sync.tolist(), batch_ess.tolist(), standard_error.tolist(), strict=True)
     synced = np.array([cfg.resync(*a) for a in arguments])
-    info = _read(problem, now)._replace(batch_ess=batch_ess, since_sync=since_sync, synced=synced)
-    if synced.any():
-        loaded = np.where(synced[:, None, None], trainer, state.sampler)
-        now = policies(trainer, loaded, state.log_offset)
-        return State(trainer, loaded, state.log_offset, since_sync * ~synced, state.syncs + synced, now), info
-    return State(trainer, state.sampler, state.log_offset, since_sync, state.syncs, now), info
+    info = _read(problem, now, cfg.readings)._replace(batch_ess=batch_ess, since_sync=since_sync, synced=synced)
+    for run in np.flatnonzero(synced):
+        state.sampler[run] = state.trainer[run]
+        loaded = policies(state.trainer[run], state.trainer[run], state.log_offset[run])
+        now.sync[run], now.rollout[run] = loaded.sync, loaded.rollout
+        tables[run] = kernels.pack(state.trainer[run], loaded.train, loaded.train - loaded.sync, loaded.rollout)
+    return state._replace(since_sync=since_sync * ~synced, syncs=state.syncs + synced), info
 
 
 def update(problem: Problem, now: Policies, pairs: np.ndarray, cfg: SimConfig) -> np.ndarray:
-    """Mean over the drawn responses of sum_t weight A (e_a - c(.|s)). (R, S, V)
+    """Mean over the drawn responses of sum_t weight_t A (e_a - c(.|s)). (R, S, V)
 
     Args:
         pairs: drawn (state, token) as s V + a, -1 after the end. int (R, N, T)
     """
-    advantage = _advantage(_gather(problem.reward[None], pairs).sum(axis=-1), cfg.advantage)[..., None]
-    if cfg.correction.factors:
-        weight, centre = exact.token_weights(now, cfg.correction)
-        mass = _scatter(_gather(weight, pairs) * advantage, pairs, problem)
-        total = mass - centre * mass.sum(axis=-1, keepdims=True)
-    else:
-        total = _update_from_batch(problem, now, pairs, advantage, cfg.correction)
-    return total / cfg.batch_size
+    states, vocabulary = problem.shape
+    room = kernels.scratch(*pairs.shape, states, vocabulary)._replace(pairs=pairs)
+    returns = _gather(problem.reward[None], pairs).sum(axis=-1)
+    for run, gain in zip(returns, room.gain, strict=True):
+        kernels.advantages(run, cfg.advantage == "normalised", gain[:, 0])
+    count = kernels.add_up_all(pairs, room.gain, vocabulary, room.place, room.rows, room.mass)
+    for of, into in ((now.train, room.train), (now.sync, room.sync)):
+        into[:count] = of.reshape(-1, vocabulary)[room.rows[:count]]
+    rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
+    total = np.zeros((now.train.size // vocabulary, 4, vocabulary))
+    kernels.move(rows, mass, weight, centre, 1 / pairs.shape[1], total, np.empty(mass.shape[::-1]))
+    return total[:, kernels.LOGITS].reshape(now.train.shape)
 
 
-def _update_from_batch(
-    problem: Problem, now: Policies, pairs: np.ndarray, advantage: np.ndarray, correction: Correction
-) -> np.ndarray:
-    """The same sum for a correction that must see whole responses or their advantage: through a Batch. (R, S, V)"""
+def _visited(
+    problem: Problem, now: Policies, room: kernels.Scratch, count: int, correction: Correction
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, mass, weight, centre): the batch's update is sum_a weight mass (e_a - centre) at each visited row.
+
+    Args:
+        room: with pairs and gain of the batch, and its first `count` rows, their mass, log pi and log mu.
+    """
+    rows, mass, train, sync = room.rows[:count], room.mass[:count], room.train[:count], room.sync[:count]
+    if correction.factors and correction != CORRECTIONS["none"]:
+        exact_engine = now.rollout is now.sync
+        rollout = sync if exact_engine else np.take(now.rollout.reshape(-1, problem.shape[1]), rows, axis=0)
+        return rows, mass, *exact.token_weights(Policies(train, sync, rollout), correction)
+    if not correction.factors:
+        mass = _mass_from_batch(problem, now, room, correction)[:count]
+    return rows, mass, np.ones((1, problem.shape[1])), np.exp(train)
+
+
+def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, correction: Correction) -> np.ndarray:
+    """Sum of weight times advantage at each visited (state, token), and its centring, for a correction that must see
+    whole responses or their advantage: through a Batch. (most, V)"""
+    pairs, vocabulary = room.pairs, problem.shape[1]
     runs, n, horizon = pairs.shape
     train, sync, rollout = (_gather(p, pairs).reshape(-1, horizon) for p in now)
-    batch = Batch(train, rollout, (pairs >= 0).reshape(-1, horizon), advantage.reshape(-1, 1), sync)
+    advantage = room.gain.reshape(-1, 1)
+    batch = Batch(train, rollout, (pairs >= 0).reshape(-1, horizon), advantage, sync)
     if correction.centres:
-        index, row = np.arange(runs)[:, None, None], pairs // problem.shape[1]
+        index, row = np.arange(runs)[:, None, None], pairs // vocabulary
         train, sync, rollout = (p[index, row].reshape(runs * n, horizon, -1) for p in now)
         batch = replace(batch, logp_train_all=train, logp_sync_all=sync, logp_rollout_all=rollout)
-    weight, keep, centre = correction(batch)
-    gain = np.where(keep, weight * advantage.reshape(-1, 1), 0.0).reshape(pairs.shape)
-    mass = _scatter(gain, pairs, problem)
-    total = mass - np.exp(now.train) * mass.sum(axis=-1, keepdims=True)
-    if isinstance(centre, int | float):
-        return total
-    tokens = range(problem.shape[1])
-    first = pairs - pairs % problem.shape[1]  # token 0 of the same state
-    shifts = [
-        _scatter(gain * centre[..., a].reshape(pairs.shape), np.where(pairs >= 0, first + a, -1), problem)
-        for a in tokens
-    ]
-    return total - np.sum(shifts, axis=0)
+    weight, keep, shift = correction(batch)
+    gain = np.where(keep, weight * advantage, 0.0).reshape(pairs.shape)
 
+    def add_up(gain: np.ndarray) -> np.ndarray:
+        mass = np.empty_like(room.mass)
+        kernels.add_up_all(pairs, gain, vocabulary, room.place, room.rows, mass)
+        return mass
 
-def _advantage(returns: np.ndarray, kind: exact.Advantage) -> np.ndarray:
-    """Returns minus their batch mean, over the batch's standard deviation + 1e-6 where normalised. (R, N)"""
-    centred = returns - returns.mean(axis=-1, keepdims=True)
-    if kind == "centred":
-        return centred
-    return centred / (returns.std(axis=-1, keepdims=True) + exact.ADVANTAGE_EPS)
+    mass = add_up(gain)
+    if not isinstance(shift, int | float):
+        for a in range(vocabulary):
+            # c - pi sums to 0 over the tokens: taken off the mass it leaves the total as it is.
+            mass[:, a] -= add_up(gain * shift[..., a].reshape(pairs.shape)).sum(axis=-1)
+    return mass
 
 
 def _gather(table: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -182,20 +238,15 @@ def _gather(table: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     return np.where(pairs >= 0, flat[np.arange(len(table))[:, None, None], pairs], 0.0)
 
 
-def _scatter(values: np.ndarray, pairs: np.ndarray, problem: Problem) -> np.ndarray:
-    """Sum of the drawn tokens' values at each (state, token) of their run. (R, N, T) -> (R, S, V)"""
-    runs, size = len(pairs), problem.reward.size
-    drawn = pairs >= 0
-    where = (pairs + size * np.arange(runs)[:, None, None])[drawn]
-    return np.bincount(where, values[drawn], minlength=runs * size).reshape(runs, *problem.shape)
-
-
-def _read(problem: Problem, now: Policies) -> Info:
-    """The exact fields of `Info`; the others are left empty."""
+def _read(problem: Problem, now: Policies, exactly: bool) -> Info:
+    """The exact fields of `Info`, nan unless `exactly`; the others are left empty."""
+    empty = np.empty(0)
+    if not exactly:
+        unread = np.full(len(now.train), np.nan)
+        return Info(unread, unread, unread, empty, unread, empty, empty)
     on_sampler = np.stack(np.broadcast_arrays(problem.reward, now.rollout - now.train, 1.0))
     returns_sampler, kl, length = exact.expectation(problem, now.rollout, on_sampler)
     returns = exact.expectation(problem, now.train, problem.reward)
-    empty = np.empty(0)
     return Info(returns, returns_sampler, exact.ess(problem, now.train, now.sync), empty, kl / length, empty, empty)
 
 
@@ -207,29 +258,43 @@ class Result(NamedTuple):
     state: State
 
 
-def run(problem: Problem, logits: np.ndarray, cfg: SimConfig, runs: Sequence[int] = range(1)) -> Result:
-    """Train the named runs from `logits` (S, V), all at once. `syncs` counts those done, the row's own included."""
+def run(
+    problem: Problem, logits: np.ndarray, cfg: SimConfig, runs: Sequence[int] = range(1), threads: int = 1
+) -> Result:
+    """Train the named runs from `logits` (S, V), many at once. `syncs` counts those done, the row's own included.
+
+    Args:
+        threads: that share the runs; results do not depend on it.
+    """
+    groups = [runs[i : i + TOGETHER] for i in range(0, len(runs), TOGETHER)]
+    with ThreadPoolExecutor(threads) as pool:
+        done = list(pool.map(lambda group: _run(problem, logits, cfg, group), groups))
+    tables, states = zip(*done, strict=True)
+    merged = [np.concatenate(x) for x in zip(*(s._replace(policies=s.since_sync) for s in states), strict=True)]
+    now = Policies(*(np.concatenate(p) for p in zip(*(s.policies for s in states), strict=True)))
+    return Result(pl.concat(tables), State(*merged)._replace(policies=now))
+
+
+def _run(problem: Problem, logits: np.ndarray, cfg: SimConfig, runs: Sequence[int]) -> tuple[pl.DataFrame, State]:
     rngs = generators(cfg.seed, runs)
-    state = init(rngs, problem, logits, cfg)
-    frames = []
-    for k in range(1, cfg.steps + 1):
-        state, info = step(rngs, problem, state, cfg)
-        frames.append(
-            pl.DataFrame(
-                {
-                    "run": list(runs),
-                    "step": [k] * len(rngs),
-                    "since_sync": info.since_sync,
-                    "return": info.returns,
-                    "return_sampler": info.returns_sampler,
-                    "ess": info.ess,
-                    "batch_ess": info.batch_ess,
-                    "token_kl": info.token_kl,
-                    "syncs": state.syncs,
-                }
-            )
-        )
-    return Result(pl.concat(frames).sort("run", "step", maintain_order=True), state)
+    (state, tables), room = _own(init(rngs, problem, logits, cfg)), _scratch(problem, len(rngs), cfg)
+    infos, syncs = [], []
+    for _ in range(cfg.steps):
+        state, info = _advance(rngs, problem, state, tables, cfg, room)
+        infos.append(info)
+        syncs.append(state.syncs)
+    columns = {
+        "run": np.tile(np.array(runs), cfg.steps),
+        "step": np.repeat(np.arange(1, cfg.steps + 1), len(rngs)),
+        "since_sync": np.concatenate([info.since_sync for info in infos]),
+        "return": np.concatenate([info.returns for info in infos]),
+        "return_sampler": np.concatenate([info.returns_sampler for info in infos]),
+        "ess": np.concatenate([info.ess for info in infos]),
+        "batch_ess": np.concatenate([info.batch_ess for info in infos]),
+        "token_kl": np.concatenate([info.token_kl for info in infos]),
+        "syncs": np.concatenate(syncs),
+    }
+    return pl.DataFrame(columns).sort("run", "step", maintain_order=True), state
 
 
 def ess_steps(table: pl.DataFrame, threshold: float = 0.5) -> pl.DataFrame:

@@ -1,9 +1,9 @@
 """When does the sequence ESS collapse? The prediction of ess_step, THEORY section 6, at four levels.
 
     closed form    Var[log w]_k = a k^2 + b k,  a = eta^2 g0' F g0,  b = eta^2 tr(F Sigma) / N
-    linearised     x_{k+1} = x_k + eta (g0 + H x_k),  Var[log w]_k = x_k' F x_k + b k
+    linearised     x_{k+1} = x_k + eta (u0 + J x_k),  Var[log w]_k = x_k' F x_k + b k; J is H where uncorrected
     mean field     iterate the expected update of any correction, read the ESS by the exact recursion
-    fit            a and b from measured Var[log w] at k = 1 .. m, where F and Sigma are out of reach (a real model)
+    fit            a and b from measured Var[log w] at k = 1 .. m (`collapse.py`), where F and Sigma are out of reach
 
 k counts optimiser updates since the sync; ESS ~ exp(-Var[log w]) passes a threshold where Var >= ln(1 / threshold).
 One update is logits += step_size * mean over N responses of sum_t weight A (e_a - c(.|s)), A the advantage of the whole
@@ -12,37 +12,18 @@ return: R - E[R] ("centred"), or that over sd(R) + 1e-6 ("normalised"). With the
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-from scipy.optimize import nnls
 
-from sandbox import exact
-from sandbox.corrections import Correction
+from sandbox import exact, lag
+from sandbox.collapse import quadratic_step, var_threshold
+from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, Resync
 from sandbox.policy import draw, log_policy, policies
 from sandbox.problems import Problem
-
-FIT_SHARE = 1 / 8  # a fit uses steps with Var <= ln(1 / threshold) / 8 only, so that what it predicts is out of sample
-FIT_POINTS = 3  # fewer points than this identify nothing
-FIT_RESAMPLES = 200
-
-
-def var_threshold(threshold: float) -> float:
-    """Var[log w] of a log-normal weight with ESS = threshold: ln(1 / threshold). Raises BadInput outside (0, 1)."""
-    if not 0 < threshold < 1:
-        raise BadInput(f"threshold is {threshold}, expected a number in (0, 1)")
-    return -math.log(threshold)
-
-
-def quadratic_step(a: float, b: float, threshold: float = 0.5) -> float:
-    """First integer k with a k^2 + b k >= ln(1 / threshold), for a, b >= 0; inf where there is none."""
-    level = var_threshold(threshold)
-    root = b + math.sqrt(b * b + 4 * a * level)
-    return math.ceil(2 * level / root - 1e-9) if root > 0 else math.inf
 
 
 class Prediction(NamedTuple):
@@ -140,20 +121,6 @@ def closed_form(
     return Prediction(a, b, quadratic_step(a, b, threshold))
 
 
-def lag_feedback(
-    problem: Problem, logp: np.ndarray, x: np.ndarray, advantage: exact.Advantage = "normalised"
-) -> np.ndarray:
-    """H x: what a lag x of the trainer's logits adds, to first order, to the uncorrected update. (S, V) -> (S, V)
-
-    H = E[A hess log pi] = -sum_s occ(s) Aocc(s) F(s) (THEORY section 5): it feeds the lag in states of negative mean
-    advantage and damps it elsewhere.
-    """
-    p = np.exp(logp)
-    mean_advantage = (exact.advantage_visits(problem, logp) * p).sum(axis=-1, keepdims=True)
-    fisher_x = p * (x - (p * x).sum(axis=-1, keepdims=True))
-    return -mean_advantage * fisher_x / exact.advantage_scale(problem, logp, advantage)
-
-
 def linearised(
     problem: Problem,
     logits: np.ndarray,
@@ -162,22 +129,29 @@ def linearised(
     steps: int,
     advantage: exact.Advantage = "normalised",
     threshold: float = 0.5,
+    correction: Correction = CORRECTIONS["none"],
+    log_offset: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, float]:
-    """Var[log w] after k = 1 .. steps uncorrected updates to first order in the lag x, and its ess_step.
+    """Var[log w] after k = 1 .. steps updates to first order in the lag x, and its ess_step.
 
-    x_{k+1} = x_k + eta (g0 + H x_k), H x as in `lag_feedback`.
+    x_{k+1} = x_k + eta (u0 + J x_k), u0 the update at lag 0 and J x what the lag adds to the update that is really
+    applied (`lag.applied_feedback`): H x uncorrected, so an open loop; a corrected run closes it. A cap that binds only
+    at larger lag is not in it; the mean field has it.
 
     Args:
         noise: b of the closed form.
+        correction: one whose expected update is a recursion.
+        log_offset: the sampler's constant offset; Var[log w] stays that of the lag, under mu.
     Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
     """
-    logp = log_policy(logits)
-    visits = exact.occupancy(problem, logp)
-    drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
-    x, curve = np.zeros_like(logp), np.empty(steps)
+    start = policies(logits, logits, log_offset)
+    visits = exact.occupancy(problem, start.sync)
+    drift = exact.expected_update(problem, start, correction, advantage)
+    x, curve = np.zeros(problem.shape), np.empty(steps)
     for k in range(steps):
-        x = x + step_size * (drift + lag_feedback(problem, logp, x, advantage))
-        curve[k] = fisher_form(logp, visits, x) + noise * (k + 1)
+        closed = lag.applied_feedback(problem, logits, x, correction, advantage, log_offset) if k else 0.0
+        x = x + step_size * (drift + closed)
+        curve[k] = fisher_form(start.sync, visits, x) + noise * (k + 1)
     above = np.flatnonzero(curve >= var_threshold(threshold))
     return curve, float(above[0] + 1) if len(above) else math.inf
 
@@ -245,70 +219,3 @@ def mean_field(
     table = pl.DataFrame(rows)
     below = table.filter(pl.col("ess") < threshold)["since_sync"]
     return MeanField(table, float(below[0]) if len(below) else math.inf, trainer)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Collapse step predicted from the first few measured Var[log w].
-
-    a, b: nats^2 per step^2 and step, >= 0; nan where not identifiable.
-    ess_step: first k with a k^2 + b k >= ln(1 / threshold); inf beyond the horizon, nan where not identifiable.
-    interval: 5 and 95 % quantiles of ess_step over refits to resampled residuals.
-    """
-
-    a: float
-    b: float
-    ess_step: float
-    status: Literal["predicted", "no_collapse_within_horizon", "not_identifiable"]
-    points_used: int
-    interval: tuple[float, float]
-
-
-def fit_collapse(k: np.ndarray, var_log_ratio: np.ndarray, threshold: float = 0.5, horizon: float = math.inf) -> Fit:
-    """Fit a k^2 + b k, a, b >= 0, to the points with 0 < Var <= ln(1 / threshold) / 8 and extrapolate to the collapse.
-
-    Non-negative least squares with weights 1 / Var^2, since the variance of a sample variance grows with its square;
-    the weights use the fitted Var, iterated, because measured ones would favour points that are low by chance. The
-    interval refits 200 times to fit x (1 + a relative residual drawn with replacement), seed 0. It takes residuals
-    for independent, so it is too narrow where all k share one probe, and it knows nothing of curvature.
-
-    Args:
-        k: optimiser updates since the sync, >= 1. (n,)
-        var_log_ratio: measured Var of the sequence log lag ratio, nats^2; nan is left out. (n,)
-        horizon: a collapse after more updates than this is not predicted.
-    Raises:
-        BadInput: k and var_log_ratio of different shapes, or a k below 1.
-    """
-    k, measured = np.asarray(k, dtype=float), np.asarray(var_log_ratio, dtype=float)
-    if k.shape != measured.shape or k.ndim != 1:
-        raise BadInput(f"k has shape {k.shape} and var_log_ratio {measured.shape}, expected (n,) both")
-    if not np.all(k >= 1):
-        raise BadInput("k has an entry that is not >= 1; k counts updates since the sync")
-    used = (measured > 0) & (measured <= var_threshold(threshold) * FIT_SHARE)
-    points = int(used.sum())
-    if points < FIT_POINTS:
-        return Fit(math.nan, math.nan, math.nan, "not_identifiable", points, (math.nan, math.nan))
-    columns, target = np.stack([k[used] ** 2, k[used]], axis=1), measured[used]
-
-    def collapse(values: np.ndarray) -> tuple[float, float, float]:
-        a, b = _weighted_nnls(columns, values)
-        step = quadratic_step(a, b, threshold)
-        return a, b, step if step <= horizon else math.inf
-
-    a, b, ess_step = collapse(target)
-    fitted = columns @ np.array([a, b])
-    residual = target / fitted
-    picks = np.random.default_rng(0).integers(points, size=(FIT_RESAMPLES, points))
-    steps = np.sort([collapse(fitted * residual[pick])[2] for pick in picks])
-    interval = (float(steps[int(0.05 * FIT_RESAMPLES)]), float(steps[int(0.95 * FIT_RESAMPLES)]))
-    status = "predicted" if math.isfinite(ess_step) else "no_collapse_within_horizon"
-    return Fit(a, b, ess_step, status, points, interval)
-
-
-def _weighted_nnls(columns: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Coefficients >= 0 of least relative squares: residuals over the fitted values, three reweightings."""
-    fitted = values
-    for _ in range(4):
-        solution = nnls(columns / fitted[:, None], values / fitted)[0]
-        fitted = columns @ solution
-    return float(solution[0]), float(solution[1])

@@ -219,19 +219,29 @@ def bias_split(problem: Problem, mu: np.ndarray, log_ratio: np.ndarray) -> dict[
     return parts
 
 
-def lag_matrices(problem: Problem, p: np.ndarray) -> dict[str, np.ndarray]:
-    """H = E[A hess log p], M = E[A score score'], F = E[score score'] over all logits. (S V, S V) each"""
-    baseline, n = returns(problem, p), p.size
-    h, m, f = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
+def lag_matrices(problem: Problem, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """H = E[A hess log p], M = E[A score score'], its part where both scores are of one token, F = E[score score'].
+
+    Centred advantage; over all logits, state by state. (S V, S V) each
+    """
+    baseline, vocabulary = returns(problem, p), p.shape[1]
+    h, m, same, fisher = (np.zeros((p.size, p.size)) for _ in range(4))
     for e in episodes(problem):
-        probability, advantage = math.exp(log_prob(p, e)), reward(problem, e) - baseline
-        score = response_update("none", p, p, p, e, 1.0).ravel()
-        m += probability * advantage * np.outer(score, score)
-        f += probability * np.outer(score, score)
-        for s, _ in e:  # hess log softmax = p p' - diag(p), whatever the token
-            row, block = np.exp(p[s]), slice(s * p.shape[1], (s + 1) * p.shape[1])
-            h[block, block] += probability * advantage * (np.outer(row, row) - np.diag(row))
-    return {"H": h, "M": m, "F": f}
+        probability = math.exp(log_prob(p, e))
+        weighted = probability * (reward(problem, e) - baseline)
+        total = np.zeros(p.size)
+        for s, a in e:
+            block = slice(s * vocabulary, (s + 1) * vocabulary)
+            row = np.exp(p[s])
+            h[block, block] -= weighted * (np.diag(row) - np.outer(row, row))
+            score = np.zeros(p.size)
+            score[block] -= row
+            score[s * vocabulary + a] += 1
+            same += weighted * np.outer(score, score)
+            total += score
+        m += weighted * np.outer(total, total)
+        fisher += probability * np.outer(total, total)
+    return h, m, same, fisher
 
 
 # The recursions step by step, in numpy, for problems too long to enumerate.

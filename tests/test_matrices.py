@@ -24,7 +24,8 @@ def block_diagonal(blocks: np.ndarray) -> np.ndarray:
 @given(strategies.problems_with_policies(), st.integers(0, 2**32))
 def test_matrices_and_products_equal_enumeration(case, seed):
     problem, (pi, _, _) = case
-    expected = reference.lag_matrices(problem, pi)
+    h, m, _, f = reference.lag_matrices(problem, pi)
+    expected = {"H": h, "M": m, "F": f}
     ours = {
         "H": (block_diagonal(matrices.h_blocks(problem, pi)), matrices.h_product),
         "M": (matrices.m_dense(problem, pi), matrices.m_product),

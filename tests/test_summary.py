@@ -34,6 +34,7 @@ def enumerated(case: Case) -> dict:
     gradient = reference.expected_update(problem, pi, pi, pi, "none")
     updates = {c: reference.expected_update(problem, pi, mu, q, c) for c in summary.CORRECTIONS}
     parts = reference.bias_split(problem, mu, -case.sampler_log_offset)
+    h, m, _, f = reference.lag_matrices(problem, mu)
     return {
         "return_train": reference.returns(problem, pi),
         "return_sampler": reference.returns(problem, q),
@@ -46,7 +47,7 @@ def enumerated(case: Case) -> dict:
         "expected_update": updates,
         "bias": {name: update - gradient for name, update in updates.items()},
         "discrepancy_bias": parts | {"total": sum(parts.values())},
-        "lag_matrices": {k: np.linalg.eigvalsh(m) for k, m in reference.lag_matrices(problem, mu).items()},
+        "lag_matrices": {"H": np.linalg.eigvalsh(h), "M": np.linalg.eigvalsh(m), "F": np.linalg.eigvalsh(f)},
     }
 
 

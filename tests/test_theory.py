@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from sandbox import exact, problems, simulate, theory
+from sandbox import collapse, exact, problems, simulate, theory
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import EssBelow, EveryK
 from sandbox.policy import log_policy, policies, random_logits
 from sandbox.problems import Problem
 from tests import reference, strategies
-
-LN2 = math.log(2)
 
 
 def near(value: float, other: float, share: float = 0.15) -> bool:
@@ -66,29 +64,6 @@ def test_fisher_form_is_the_variance_of_the_log_ratio_to_second_order(case):
     h = 1e-4
     variance = exact.variance_log_ratio(problem, log_policy(p + h * x), p)
     assert_allclose(variance / h**2, form, rtol=1e-2, atol=1e-6)
-
-
-@given(strategies.problems_with_policies())
-def test_lag_feedback_is_the_derivative_of_the_stale_update(case):
-    """H x of THEORY section 5 against central differences of the exact update with the sampler held fixed."""
-    problem, (p, mu, _) = case
-    x, h = mu - p, 1e-5
-    ahead, behind = (
-        exact.expected_update(problem, policies(p + sign * h * x, p), CORRECTIONS["none"]) for sign in (1, -1)
-    )
-    assert_allclose(theory.lag_feedback(problem, p, x, "centred"), (ahead - behind) / (2 * h), rtol=0, atol=1e-7)
-
-
-@given(st.floats(0, 2), st.floats(0, 2), st.floats(0.05, 0.95))
-def test_quadratic_step_is_the_first_crossing(a, b, threshold):
-    k = theory.quadratic_step(a, b, threshold)
-    level = math.log(1 / threshold)
-    if math.isinf(k):
-        assert a == b == 0
-    elif k < 1e9:
-        assert k >= 1
-        assert a * k * k + b * k >= level * (1 - 1e-6)
-        assert k == 1 or a * (k - 1) ** 2 + b * (k - 1) < level * (1 + 1e-6)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
@@ -177,73 +152,8 @@ def test_linearised_adds_the_noise_of_every_step_to_the_drift(sparse):
     assert_allclose(silent[0], theory.closed_form(sparse, logits, 0.5, 256, "centred").a)
 
 
-K = np.arange(1, 61)
-
-
-def test_fit_recovers_a_quadratic_and_extrapolates():
-    a, b = 3e-4, 1.5e-3
-    fit = theory.fit_collapse(K, a * K**2 + b * K)
-    assert fit.status == "predicted"
-    assert_allclose([fit.a, fit.b], [a, b], rtol=1e-9)
-    assert fit.ess_step == theory.quadratic_step(a, b) == next(k for k in K if a * k * k + b * k >= LN2)
-    assert fit.interval == (fit.ess_step, fit.ess_step)
-    assert fit.points_used == int((a * K**2 + b * K <= LN2 / 8).sum())
-    tenth = theory.fit_collapse(K, a * K**2 + b * K, threshold=0.1)
-    assert tenth.ess_step == next(k for k in range(1, 999) if a * k * k + b * k >= math.log(10))
-    assert tenth.points_used == int((a * K**2 + b * K <= math.log(10) / 8).sum())
-
-
-def test_fit_is_out_of_sample():
-    """Nothing above ln2 / 8, no nan and no zero has a say."""
-    clean = 3e-4 * K**2 + 1.5e-3 * K
-    spoilt = np.where(clean > LN2 / 8, 55.0, clean)
-    spoilt[[1, 3]] = [math.nan, 0.0]
-    fit = theory.fit_collapse(K, spoilt)
-    assert_allclose([fit.a, fit.b], [3e-4, 1.5e-3], rtol=1e-9)
-
-
-def test_fit_says_when_it_does_not_know():
-    unknown = theory.fit_collapse(K, 0.03 * K**2)  # one usable point
-    assert unknown.status == "not_identifiable"
-    assert unknown.points_used == 1
-    assert math.isnan(unknown.ess_step)
-    assert math.isnan(unknown.a)
-    assert theory.fit_collapse(np.array([]), np.array([])).status == "not_identifiable"
-    slow = theory.fit_collapse(K, 1e-5 * K, horizon=1000)
-    assert slow.status == "no_collapse_within_horizon"
-    assert math.isinf(slow.ess_step)
-    assert slow.interval == (math.inf, math.inf)
-    assert theory.fit_collapse(K, 1e-5 * K).ess_step == math.ceil(LN2 / 1e-5)
-
-
-def test_fit_of_noisy_measurements_has_an_interval_that_covers():
-    """Var measured with 1,024 independent responses at each k (chi-square, relative sd 4.4 %). The nominal 90 %
-    interval must cover the true step in at least 80 of 100 repeats: at 90 % that fails with probability .1 %; the seed
-    is fixed. The median prediction is within 3 %."""
-    rng = np.random.default_rng(0)
-    a, b = 1.2e-4, 2e-3
-    truth = theory.quadratic_step(a, b)
-    fits = [theory.fit_collapse(K, (a * K**2 + b * K) * rng.chisquare(1023, K.size) / 1023) for _ in range(100)]
-    assert sum(fit.interval[0] <= truth <= fit.interval[1] for fit in fits) >= 80
-    assert abs(np.median([fit.ess_step for fit in fits]) / truth - 1) < 0.03
-    assert all(fit.interval[0] <= fit.ess_step <= fit.interval[1] for fit in fits)
-
-
 def test_fit_of_the_mean_field_curve_predicts_its_collapse(sparse):
     field = theory.mean_field(sparse, np.zeros(sparse.shape), CORRECTIONS["none"], 0.5, 60)
-    fit = theory.fit_collapse(field.table["since_sync"].to_numpy(), field.table["var_log_ratio"].to_numpy())
+    fit = collapse.fit_collapse(field.table["since_sync"].to_numpy(), field.table["var_log_ratio"].to_numpy())
     assert fit.points_used * 2 <= field.ess_step
     assert near(fit.ess_step, field.ess_step, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("k", "var", "threshold", "message"),
-    [
-        ([1, 2], [0.1], 0.5, r"k has shape \(2,\)"),
-        ([0, 1], [0.0, 0.1], 0.5, "k has an entry"),
-        ([1, 2], [0.1, 0.2], 1.0, "threshold is 1.0"),
-    ],
-)
-def test_fit_refuses(k, var, threshold, message):
-    with pytest.raises(BadInput, match=message):
-        theory.fit_collapse(np.array(k), np.array(var), threshold)
