@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import polars as pl
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sandbox import plots, report, results
+from sandbox import report, results
 from sandbox.errors import BadInput
 
 NEEDED_MB = 300  # of disk for a run folder and the cached small model
@@ -84,6 +83,10 @@ def predict(
         config = configs.load(source, predictions.PredictConfig)
         asked, outcome = configs.resolved(config), predictions.tabular(config)
     if out is not None:
+        import polars as pl
+
+        from sandbox import plots
+
         folder = results.create_run(_folder(out, "predict"), asked)
         results.write_json(folder / "predict.json", outcome)
         results.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
