@@ -108,6 +108,21 @@ def test_long_loses_its_ess_to_a_discrepancy_that_no_token_shows():
     assert_allclose(result["ess"]["lag"], 1.0, rtol=1e-11)
 
 
+def test_nothing_overflows_at_65536_tokens_with_an_ess_of_e_to_the_minus_500():
+    rng = np.random.default_rng(5)
+    machine = problems.state_machine(rng, 4, 3, 2**16)
+    sampler = rng.normal(size=machine.shape)
+    case = Case(machine, sampler + 0.01, sampler, 0.189 * rng.normal(size=machine.shape))
+    _, mu, q = policies_of(case)
+    result = summary.summary(case)
+    assert_allclose(result["renyi2"]["discrepancy"], reference.long_log_sum(machine, 2 * mu - q), rtol=1e-10)
+    assert 450 < result["renyi2"]["discrepancy"] < 550
+    assert_allclose(math.log(result["ess"]["discrepancy"]), -result["renyi2"]["discrepancy"], rtol=1e-14)
+    for value in (*result["expected_update"].values(), *result["discrepancy_bias"].values(), result["gradient"]):
+        assert np.isfinite(value).all()
+        assert np.any(value != 0)
+
+
 def test_tables_for_people_show_every_correction_part_and_matrix():
     shown = summary.tables(summary.summary(problems.PRESETS["machine"](), with_matrices=True))
     first = {next(iter(row.values())) for rows in shown.values() for row in rows}
