@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,7 +123,9 @@ def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = Fals
         steps = loop.train(settings, llm, learner, folder, progress)
         last = steps.tail(1).with_columns(pass_rate=steps.tail(1)["pass_probability"].list.mean())
         kept = {k: v for k, v in last.drop("pass_probability").to_dicts()[0].items() if v is not None}
-        _print(stdout, kept | {"folder": str(folder)}, json, {config.stem: [kept]})
+        _print(stdout, kept | {"folder": str(folder)}, json, {f"{config.stem}, after the last update": [kept]})
+        if not json:
+            stdout.write(f"steps.parquet and rollouts: {folder}\n")
 
 
 def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept = None, json: Json = False) -> None:
@@ -148,7 +150,8 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
 
 def main() -> int:
     """Entry point; returns the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     try:
         commands = {"demo": demo, "exact": exact, "predict": predict, "train": train}
         tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
@@ -156,21 +159,32 @@ def main() -> int:
         print(f"mismatch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mismatch: interrupted; the whole steps are in the run folder, nothing is half-written", file=sys.stderr)
+        print("mismatch: interrupted; whatever is in a run folder is whole", file=sys.stderr)
+        return 2
+    except OSError as error:
+        with suppress(OSError):  # standard error may be what is full
+            print(f"mismatch: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _interrupt(*_: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a second one would cut the first one's tidying short
     raise KeyboardInterrupt
 
 
 def _folder(out: Path | None, name: str) -> Path:
     """The run folder to make, refused before any work where it holds something or its disk is full."""
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"run folder {folder} cannot be made: {existing} is not a folder that can be written to")
     free = shutil.disk_usage(existing).free / 1e6
     if free < NEEDED_MB:
         raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
@@ -192,10 +206,7 @@ def _quiet_stdout() -> Iterator[Any]:
 
 
 def _quiet_libraries() -> None:
-    """No progress bars and no warnings of others about kernels that this machine does not have."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
+    """No warnings of others about kernels that this machine does not have."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 

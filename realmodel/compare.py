@@ -84,7 +84,7 @@ def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
     """
     ids, attention = pad(responses, learner.tokenizer.pad_token_id)
     rows, _, mask = predicted_by(responses)
-    first, second = (policy.log_probs(learner.model, ids, attention, weights=w) for w in (of, to))
+    first, second = (policy.log_probs(learner.model, ids, attention, weights=w).cpu() for w in (of, to))
     per_token = (first.exp() * (first - second)).sum(-1)
     return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
 
@@ -120,6 +120,8 @@ def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: flo
         "predicted_ess_step": fit.ess_step,
         "prediction": fit.status,
         "points_fitted": fit.points_used,
+        "predicted_interval": list(fit.interval),
+        "out_of_sample": observed.step >= 2 * fit.points_used,
         "observed_ess_step": observed.step,
         "observed_interval": [observed.low, observed.high],
         "watched_updates": observed.measured,

@@ -5,6 +5,7 @@ and trained in float32, so that numerics and lag are both real: on-policy runs, 
 correction, token TIS and DLC, all from one start. (c) One table, one figure, (d) one page.
 """
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -61,18 +62,34 @@ def work(demo: Demo) -> float:
 
 def run(demo: Demo, folder: Path, progress: Progress) -> dict[str, Any]:
     """The whole demo in a new run folder; returns what `--json` prints and leaves report.html there."""
-    results.create_run(folder, {"demo": demo.__dict__})
-    progress("tabular policy: predicting and simulating", 0)
-    tabular, tabular_curves = tabular_part(demo)
-    progress("small Qwen3: building it (once; then cached)", 5)
-    path = policy.build(
-        policy.Recipe(), lambda step, steps, loss: progress(f"small Qwen3: step {step}/{steps}", 50 / steps)
-    )
-    progress("vLLM: starting the engine", 0)
-    base = RunConfig(learning_rate=demo.learning_rate, steps=demo.steps, engine=EngineConfig(dtype="bfloat16"))
-    llm = sampler.start(path, base.engine)
-    progress("vLLM: started", 20)
-    runs, kl = real_part(demo, base, llm, learner(path, base), folder, progress)
+    with results.recorded(folder, {"demo": demo.__dict__}) as recorded:
+        progress("tabular policy: predicting and simulating", 0)
+        tabular, curves = tabular_part(demo)
+        progress("small Qwen3: building it (once; then cached)", 5)
+        recipe = policy.Recipe()
+        path = policy.build(recipe, lambda step, steps, loss: progress(f"small Qwen3: step {step}/{steps}", 50 / steps))
+        progress("vLLM: starting the engine", 0)
+        base = RunConfig(learning_rate=demo.learning_rate, steps=demo.steps, engine=EngineConfig(dtype="bfloat16"))
+        llm = sampler.start(path, base.engine)
+        progress("vLLM: started", 20)
+        runs, kl = real_part(demo, base, llm, learner(path, base), folder, progress)
+        unit = {seed: value for (name, seed), value in kl.items() if name == "on-policy"}
+        outcome = {"tabular": tabular, "runs": table_of(runs, kl), "kl_unit_nats": unit}
+        recorded["results"] = outcome
+        figure = draw(curves, runs, [row for row in tabular if "mean_field_ess_step" in row])
+        built = json.loads((path / "recipe.json").read_text())
+        title = "An ESS collapse: predicted, simulated, observed"
+        page = report.render(title, sections(demo, outcome, figure, built), foot())
+        results.write_text(folder / "report.html", page)
+        pdf = io.BytesIO()
+        figure.savefig(pdf, format="pdf")
+        results.write_bytes(folder / "figure.pdf", pdf.getvalue())
+        plt.close(figure)
+    return outcome | {"report": str(folder / "report.html")}
+
+
+def table_of(runs: dict[tuple[str, int], pl.DataFrame], kl: dict[tuple[str, int], float]) -> list[dict[str, Any]]:
+    """One row a real run, the keys of `mismatch demo --json`."""
     on_policy = {seed: compare.pass_rates(steps) for (name, seed), steps in runs.items() if name == "on-policy"}
     rows = []
     for (name, seed), steps in runs.items():
@@ -84,27 +101,15 @@ def run(demo: Demo, folder: Path, progress: Progress) -> dict[str, Any]:
         row["kl_from_on_policy"] = kl[name, seed] / kl["on-policy", max(seed, 1)] if seed else math.nan
         row["rms_discrepancy"] = float(np.sqrt(steps["discrepancy"].drop_nulls().to_numpy().mean()))
         rows.append(row)
-    figure = draw(tabular_curves, runs, [row for row in tabular if "mean_field_ess_step" in row])
-    outcome = {
-        "tabular": tabular,
-        "runs": rows,
-        "kl_unit_nats": {seed: value for (name, seed), value in kl.items() if name == "on-policy"},
-        "report": str(folder / "report.html"),
-    }
-    recipe = json.loads((path / "recipe.json").read_text())
-    title = "An ESS collapse: predicted, simulated, observed"
+    return rows
+
+
+def foot() -> dict[str, Any]:
+    """Provenance at the foot of the page."""
     origin = results.provenance()
-    foot = {
-        "commit": origin["git_commit"],
-        "uncommitted changes": bool(origin["git_diff"]),
-        "machine": origin["machine"],
-    }
-    page = report.render(title, sections(demo, outcome, figure, recipe), foot | {"versions": origin["versions"]})
-    results.write_text(folder / "report.html", page)
-    figure.savefig(folder / "figure.pdf")
-    plt.close(figure)
-    results.finish_run(folder, results={key: outcome[key] for key in ("tabular", "runs", "kl_unit_nats")})
-    return outcome
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
+    changed = "with uncommitted changes" if origin["git_diff"] else ""
+    return {"commit": f"{origin['git_commit']} {changed}", "machine": origin["machine"], "versions": versions}
 
 
 def shown(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -122,15 +127,16 @@ def shown(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
             identifiable = row["prediction"] != "not_identifiable"
             short |= {
                 "predicted ess_step": step(row["predicted_ess_step"], updates) if identifiable else "not identifiable",
-                "points fitted": row["points_fitted"],
+                "updates fitted": row["points_fitted"],
                 "observed ess_step": f"{step(row['observed_ess_step'], watched)} [{low}, {high}]",
                 "failure_step": step(row["failure_step"], updates),
-                "token KL at ess_step": row["token_kl_at_ess_step"],
+                "token KL at ess_step (k3, nats)": row["token_kl_at_ess_step"],
             }
         short["final pass rate"] = f"{row['final_pass_rate']:.3f}"
         if "final_shortfall" in row:
             short["below on-policy"] = f"{row['final_shortfall']:.3f} \u00b1 {row['final_shortfall_se']:.3f}"
-        short |= {"KL from on-policy": row["kl_from_on_policy"], "syncs": row["syncs"], "RMS d": row["rms_discrepancy"]}
+        short |= {"KL from on-policy (units)": row["kl_from_on_policy"], "syncs": row["syncs"]}
+        short["RMS of d (nats)"] = row["rms_discrepancy"]
         if "longest_below_threshold" in row:
             short["updates in a row with ESS below 1/2"] = row["longest_below_threshold"]
         table.append(short)
@@ -152,12 +158,13 @@ def tabular_part(demo: Demo) -> tuple[list[dict], dict[str, pl.DataFrame]]:
         quantiles = (pl.col("ess").quantile(q).alias(key) for q, key in ((0.05, "low"), (0.5, "ess"), (0.95, "high")))
         curves[name] = table.group_by("step", maintain_order=True).agg(pl.col("return").median(), *quantiles)
         last = table.filter(pl.col("step") == demo.tabular_steps)
-        row = {"run": plots.label(name), "final_return": last["return"].median(), "syncs": last["syncs"].median()}
+        row = {"run": plots.label(name), "median_return": last["return"].median(), "syncs": last["syncs"].median()}
         if name != "on-policy":
             field = theory.mean_field(problem, uniform, correction, 1.0, demo.tabular_steps, resync=resync)
             observed = simulate.ess_steps(table)["ess_step"]
             row |= {
-                "closed_form_ess_step": closed,
+                # it knows the first update alone, where no correction acts: it speaks of the uncorrected run
+                "closed_form_ess_step": closed if name == "none" else math.nan,
                 "mean_field_ess_step": field.ess_step,
                 "simulated_ess_step": observed.median(),
                 "simulated_range": f"{observed.min():.0f} to {observed.max():.0f}",
@@ -238,41 +245,52 @@ def draw(tabular: dict[str, pl.DataFrame], runs: dict[tuple[str, int], pl.DataFr
 QUESTION = """
 An inference engine samples, a trainer computes gradients, and the two assign different probabilities to the same
 tokens: their numerics differ (discrepancy d, about constant) and the sampler's weights are stale (lag g, growing until
-the next sync). The importance weights of whole responses then degenerate: their effective sample size (ESS) falls.
-ess_step is the number of optimiser updates since the sync until it is below 1/2. failure_step is another event: the
-first lasting drop of the pass rate more than 3 standard errors below on-policy training.
+the next sync). The importance weights of whole responses then degenerate: their effective sample size (ESS, a fraction
+of n) falls. ess_step is the number of optimiser updates since the sync until it is below 1/2. failure_step is another
+event: the first drop of the pass rate more than 3 standard errors below on-policy training that lasts 5 measurements
+(so one in the last four cannot count).
 """
 MODEL = """
 The real model is a Qwen3 of 127,424 parameters, built here by supervised training on deliberately corrupted answers
 (task: sort eight digits). This is designed competence: greedy accuracy was already {greedy_accuracy:.3f} and the pass
 rate at temperature 1 {pass_probability:.3f}; reinforcement learning only sharpens the sampling. vLLM samples in
 bfloat16, the trainer computes in float32. All runs start from one point, {start} on-policy updates later, and take
-{steps} updates of AdamW at {learning_rate:g} with 32 prompts of 8 responses. The stale runs with no correction and with
-token TIS never sync; DLC (our reading of an abstract) syncs when the lower 95 % limit of its batch's sequence lag ESS
-is below 1/2.
+{steps} updates of AdamW at {learning_rate:g} with 32 prompts of 8 responses. The stale runs are: uncorrected; token TIS
+(truncated importance sampling: weight min(pi/q, 2) a token), neither ever synced; and DLC (discrepancy-lag correction,
+our reading of an abstract: weight min(pi/mu, 2) a token, centred score), which syncs when the lower 95 % limit of its
+batch's sequence lag ESS (n = 256) is below 1/2. Runs of one seed share their prompts and, until one syncs, their draws.
 """
 FIGURE = """
-Triangles: predicted ess_step. On the tree the prediction is mean-field; on the real model a k\u00b2 + b k is fitted to
-the first updates only (Var at most ln2/8) and extrapolated to ln 2. Ticks above an ESS curve: syncs.
+Triangles: predicted ess_step. On the tree the prediction is mean-field (the expected update, iterated); on the real
+model a k\u00b2 + b k is fitted to the variance of the sequence log lag ratio over the first updates only (at most
+ln2/8) and extrapolated to ln 2. The ESS of the real model is measured on a probe of 1,024 responses, drawn afresh at
+each sync and not used for training. Ticks above an ESS curve: syncs.
 """
 TREE = """
 A tree of 4^6 sequences, reward 1 for a random best tenth, step size 1, 256 responses an update, {tabular_runs} runs of
-{tabular_steps} updates. \u221e: not within them. Here DLC syncs when the ESS itself is below 1/2.
+{tabular_steps} updates: medians, and the range from the smallest to the largest. The closed form uses the first update
+alone and speaks of the uncorrected run. Here DLC syncs when the ESS of a batch itself is below 1/2.
 """
 OBSERVED = """
-Pass rates are exact: the probability of each held-out problem's one right answer; "below on-policy" is with one
-standard error. An observed ess_step has a 95 % interval, and a sync ends the watch for it. The KL from on-policy is
-that of whole responses from the on-policy run of seed 0, in units of the KL between it and the on-policy run of the
-same seed as the row. A dash: not applicable.
+Pass rates are exact: the probability of the one right answer, averaged over 512 held-out problems. "Below on-policy" is
+with one standard error (held-out problems, and the seed's noise pooled over the on-policy runs: with two of them a
+rough figure). The brackets of an observed ess_step are where the ESS's pointwise 95 % limits cross 1/2; a sync ends the
+watch. The KL from on-policy is that of 1,024 whole responses of the on-policy run of seed 0, in units of the KL between
+it and the on-policy run of the same seed as the row. A dash: not applicable.
+"""
+FAST_NOTE = """
+This is the fast demo: twice the learning rate of the full one, so that an ESS collapses within {steps} updates. At that
+rate a batch of 256 sees the heaviest responses too late, and DLC's rule lets the ESS pass 1/2 (see LOG.md).
 """
 
 
 def sections(demo: Demo, outcome: dict[str, Any], figure: Figure, recipe: dict[str, Any]) -> list[report.Section]:
     """The page's text, tables and figure."""
     values = demo.__dict__ | recipe
+    note = (FAST_NOTE.format(**values),) if demo.learning_rate == FAST.learning_rate else ()
     tree, runs = report.aligned(outcome["tabular"]), shown(outcome["runs"])
     return [
-        report.Section("What was run", (QUESTION, MODEL.format(**values))),
+        report.Section("What was run", (QUESTION, MODEL.format(**values), *note)),
         report.Section("One figure", (FIGURE,), figure=plots.svg(figure)),
         report.Section("Tabular policy: predicted and simulated", (TREE.format(**values),), rows=tree),
         report.Section("Real model: predicted and observed", (OBSERVED,), rows=runs),

@@ -33,6 +33,7 @@ from sandbox.errors import BadInput
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = string.digits + string.ascii_lowercase + " >+-*/=()[]{}<,.:;?!#|&%$@"  # with PAD and EOS: 64 tokens
 EVALUATED = 1024  # held-out problems
+PARTS = ("config.json", "model.safetensors", "tokenizer.json", "recipe.json")  # of a built folder
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,26 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     """Folder of the policy that the recipe describes, built where the cache has none.
 
     The cache is $MISMATCH_CACHE or ~/.cache/mismatch-sandbox. The same recipe gives the same weights on one machine
-    at one number of threads. `progress` is called with (step, steps, loss). Raises BadInput for an unknown task.
+    at one number of threads. `progress` is called with (step, steps, loss).
+
+    Raises:
+        BadInput: an unknown task, a cache that cannot be written.
     """
     task = tasks.get(recipe.task)
     cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
     key = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{recipe.task}-{key}"
     if folder.is_dir():
+        missing = [name for name in PARTS if not (folder / name).is_file()]
+        if missing:
+            raise BadInput(f"cached model {folder} is damaged, {', '.join(missing)} is missing: delete the folder")
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
     _no_progress_bars()
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+    except OSError as error:
+        raise BadInput(f"cache {cache} of the small model cannot be written: {error.strerror}") from error
     try:
         begin = time.perf_counter()
         tokenizer = char_tokenizer()
@@ -114,9 +124,16 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
     check_folder(path)
     _no_progress_bars()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, SafetensorError) as error:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
         raise BadInput(f"model {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+    rows = model.get_input_embeddings().num_embeddings
+    if tokenizer.eos_token_id is None or not 0 < len(tokenizer) <= rows:
+        raise BadInput(
+            f"model {str(path)!r} has a tokenizer of {len(tokenizer)} tokens that does not fit its {rows} rows"
+        )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def check_folder(path: str | Path) -> None:
@@ -192,7 +209,9 @@ def log_probs(
     Returns:
         float32 (B, L, V); row i predicts token i + 1.
     """
-    inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
+    device = next(model.parameters()).device
+    mask = None if attention_mask is None else attention_mask.to(device)
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask, "use_cache": False}
     with torch.no_grad() if weights is not None else nullcontext():
         output = model(**inputs) if weights is None else torch.func.functional_call(model, weights, (), inputs)
         return output.logits.float().log_softmax(-1)
@@ -267,10 +286,9 @@ def _answer_rows(model, problems, tokenizer, weights) -> tuple[Tensor, Tensor, T
     answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
     ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
     wanted, mask = pad_ids(answers, tokenizer.pad_token_id)
-    device = next(model.parameters()).device
     first = torch.tensor([[len(p) - 1] for p in prompts])
     rows = torch.clamp(first + torch.arange(wanted.shape[1]), max=ids.shape[1] - 1)
-    logp = log_probs(model, ids.to(device), attention.to(device), weights).cpu()
+    logp = log_probs(model, ids, attention, weights).cpu()
     return logp[torch.arange(len(problems))[:, None], rows], wanted, mask.bool()
 
 
@@ -315,4 +333,4 @@ def _no_progress_bars() -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -8,6 +8,7 @@ vLLM is imported on the first `start`, which costs ten seconds and reads the env
 import contextlib
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ class EngineConfig:
     enforce_eager: bool = True
 
     def __post_init__(self) -> None:
+        for name, least in (("max_model_len", 2), ("max_num_seqs", 1), ("kv_cache_mib", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise BadInput(f"engine.{name} is {getattr(self, name)}, expected at least {least}")
         if self.dtype not in get_args(Dtype):
             raise BadInput(f"dtype {self.dtype!r} is unknown, expected one of: {', '.join(get_args(Dtype))}")
 
@@ -76,13 +80,18 @@ def start(path: str | Path, config: EngineConfig) -> Any:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(path)
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    try:
+        model = AutoConfig.from_pretrained(path)
+        head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    except Exception as error:  # a damaged config fails in as many ways as it has fields
+        raise BadInput(f"model {str(path)!r} has no usable config.json: {_root_cause(error)}") from error
+    if getattr(model, "eos_token_id", None) is None:
+        raise BadInput(f"model {str(path)!r} has no eos_token_id in its config.json: responses could not end")
     if not torch.cuda.is_available() and head_dim not in CPU_HEAD_DIMS:
         raise BadInput(f"head_dim {head_dim} cannot be served on a CPU, expected one of: {CPU_HEAD_DIMS}")
     set_threads = torch.set_num_threads
     try:
-        with _random_state(), warnings.catch_warnings():
+        with _random_state(), _llvmlite_hidden(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside vLLM, which its user can do nothing about
             from vllm import LLM
 
@@ -139,7 +148,10 @@ def generate(
         raise BadInput("prompt_ids: no prompt")
     for i, prompt in enumerate(prompt_ids):
         if not prompt or len(prompt) + max_new_tokens > limit:
-            raise BadInput(f"prompt_ids[{i}] has {len(prompt)} tokens, expected 1 to {limit - max_new_tokens}")
+            room = (
+                f"expected 1 to {limit - max_new_tokens}: engine.max_model_len {limit} less {max_new_tokens} new ones"
+            )
+            raise BadInput(f"prompt_ids[{i}] has {len(prompt)} tokens, {room}")
     # A seed in SamplingParams gives each request a generator of its own: equal prompts then get equal responses.
     params = SamplingParams(
         n=n,
@@ -152,7 +164,10 @@ def generate(
     )
     with _random_state():
         torch.manual_seed(seed)
-        requests = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompt_ids], params, use_tqdm=False)
+        try:
+            requests = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompt_ids], params, use_tqdm=False)
+        except Exception as error:  # vLLM raises whatever its parts raise
+            raise BadInput(f"engine failed while sampling: {_root_cause(error)}") from error
     return _rollout(llm, requests, prompt_ids, n, whole_vocabulary, version)
 
 
@@ -227,6 +242,18 @@ def _random_state() -> Iterator[None]:
             np.random.set_state(legacy)  # noqa: NPY002
 
 
+@contextlib.contextmanager
+def _llvmlite_hidden() -> Iterator[None]:
+    """vLLM scans every attribute of every module as it starts, and dies on one of llvmlite's, which numba imports."""
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llvmlite"}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
 def _root_cause(error: BaseException) -> str:
     from pydantic import ValidationError
 
@@ -234,4 +261,4 @@ def _root_cause(error: BaseException) -> str:
         error = cause
     # pydantic's own first line says only how many errors there are
     message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return (message.strip() or type(error).__name__).splitlines()[0]
+    return " ".join(message.split())[:300] or type(error).__name__

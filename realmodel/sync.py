@@ -82,9 +82,8 @@ def verify(
     rollout = generate(llm, probe, 1, max_new_tokens, seed)
     ids, attention = pad(rollout, pad_id=0)
     rows, tokens, mask = predicted_by(rollout)
-    device = next(model.parameters()).device
     with torch.no_grad():
-        logp = log_probs(model, ids.to(device), attention.to(device)).cpu()
+        logp = log_probs(model, ids, attention).cpu()
     logp = logp[torch.arange(len(ids))[:, None], rows, tokens][mask].numpy()
     difference = logp - np.concatenate(rollout.logp)
     rms, worst = float(np.sqrt(np.mean(difference**2))), float(np.abs(difference).max())

@@ -7,7 +7,6 @@ weights (pi), at the sampler's weights from a snapshot (mu), and, on a fixed pro
 the sequence ESS of the lag is measured: a training batch is too small to date a collapse.
 """
 
-import math
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -32,6 +31,7 @@ from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, Resync
 
 VERIFIED = 8  # responses compared after every sync
+LEAST = {"seed": 0, "steps": 1, "prompts": 1, "group": 2, "held_out": 2, "probe": 0, "warmup": 0}
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,15 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("prompts", 1), ("group", 2), ("held_out", 2), ("probe", 0), ("warmup", 0)):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise BadInput(f"{name} is {getattr(self, name)}, expected at least {least}")
-        for name in ("learning_rate", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise BadInput(f"{name} is {getattr(self, name)}, expected a positive number")
+        if not 0 < self.learning_rate <= 1:
+            raise BadInput(f"learning_rate is {self.learning_rate}, expected a number above 0 and at most 1")
+        if not self.max_grad_norm > 0:
+            raise BadInput(f"max_grad_norm is {self.max_grad_norm}, expected a positive number; inf is off")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise BadInput(f"betas is {list(self.betas)}, expected two numbers from 0 to below 1")
         if self.denominator not in losses.DENOMINATORS:
             raise BadInput(f"denominator is {self.denominator!r}, expected one of {', '.join(losses.DENOMINATORS)}")
 
@@ -126,50 +129,50 @@ def train(
         the last.
     """
     task = tasks.get(config.task)
-    results.create_run(folder, configs.resolved(config))
-    held_out = task.sample(np.random.default_rng([0, 1]), config.held_out, held_out=True)
-    prompt_rng = np.random.default_rng([config.seed, 0])
-    at_sync = _sync(config, llm, learner, version=0)
-    rows: list[dict] = []
-    for step in range(config.steps):
-        clock = time.perf_counter()
-        problems = task.sample(prompt_rng, config.prompts, held_out=False)
-        rollout = _draw(config, llm, learner, problems, config.group, seed=(1, step), at_sync=at_sync)
-        generated = time.perf_counter()
-        rewards = np.array(
-            [
-                _reward(learner, problems[i], ids)
-                for i, ids in zip(rollout.prompt_index, rollout.response_ids, strict=True)
-            ]
-        )
-        batch = evaluate(
-            learner,
-            rollout,
-            step,
-            at_sync.weights,
-            normalised(rewards, rollout.prompt_index),
-            config.correction.centres,
-        )
-        corrected = config.correction(batch)
-        loss = losses.reinforce(batch, corrected, config.denominator)
-        row = {"step": step, "loss": float(loss.detach())} | _measure(batch, rollout, rewards)
-        row |= _state(learner, at_sync, held_out, step)
-        _record(folder, step, batch, rollout, rewards)
-        updating = time.perf_counter()
-        row["gradient_norm"] = _update(config, learner, loss, step)
-        row["synced"] = config.resync(step + 1 - at_sync.version, row["batch_ess"], row["batch_ess_se"])
-        row |= {"seconds_sampling": generated - clock, "seconds_update": time.perf_counter() - updating}
-        if row["synced"]:
-            at_sync = _sync(config, llm, learner, version=step + 1)
-        row |= {"seconds": time.perf_counter() - clock}
-        rows.append(row)
-        results.write_table(folder / "steps.parquet", pl.DataFrame(rows))
-        progress(row)
-    # the state after the last update: what the probe and the held-out problems say of it
-    last = {"step": config.steps, "synced": False} | _state(learner, at_sync, held_out, config.steps)
-    steps = pl.DataFrame([*rows, last], infer_schema_length=None)
-    results.write_table(folder / "steps.parquet", steps)
-    results.finish_run(folder, syncs=sum(row["synced"] for row in rows))
+    with results.recorded(folder, configs.resolved(config)) as outcome:
+        held_out = task.sample(np.random.default_rng([0, 1]), config.held_out, held_out=True)
+        prompt_rng = np.random.default_rng([config.seed, 0])
+        at_sync = _sync(config, llm, learner, version=0)
+        rows: list[dict] = []
+        for step in range(config.steps):
+            clock = time.perf_counter()
+            problems = task.sample(prompt_rng, config.prompts, held_out=False)
+            rollout = _draw(config, llm, learner, problems, config.group, seed=(1, step), at_sync=at_sync)
+            generated = time.perf_counter()
+            rewards = np.array(
+                [
+                    _reward(learner, problems[i], ids)
+                    for i, ids in zip(rollout.prompt_index, rollout.response_ids, strict=True)
+                ]
+            )
+            batch = evaluate(
+                learner,
+                rollout,
+                step,
+                at_sync.weights,
+                normalised(rewards, rollout.prompt_index),
+                config.correction.centres,
+            )
+            corrected = config.correction(batch)
+            loss = losses.reinforce(batch, corrected, config.denominator)
+            row = {"step": step, "loss": float(loss.detach())} | _measure(batch, rollout, rewards)
+            row |= _state(learner, at_sync, held_out, step)
+            _record(folder, step, batch, rollout, rewards)
+            updating = time.perf_counter()
+            row["gradient_norm"] = _update(config, learner, loss, step)
+            row["synced"] = config.resync(step + 1 - at_sync.version, row["batch_ess"], row["batch_ess_se"])
+            row |= {"seconds_sampling": generated - clock, "seconds_update": time.perf_counter() - updating}
+            if row["synced"]:
+                at_sync = _sync(config, llm, learner, version=step + 1)
+            row |= {"seconds": time.perf_counter() - clock}
+            rows.append(row)
+            results.write_table(folder / "steps.parquet", pl.DataFrame(rows))
+            progress(row)
+        # the state after the last update: what the probe and the held-out problems say of it
+        last = {"step": config.steps, "synced": False} | _state(learner, at_sync, held_out, config.steps)
+        steps = pl.DataFrame([*rows, last], infer_schema_length=None)
+        results.write_table(folder / "steps.parquet", steps)
+        outcome["syncs"] = sum(row["synced"] for row in rows)
     return steps
 
 
@@ -206,7 +209,7 @@ def probe_lag(learner: Learner, at_sync: Synced, version: int) -> dict[str, floa
     ids, attention = pad(rollout, learner.tokenizer.pad_token_id)
     pi = policy.log_probs(learner.model, ids, attention)
     batch = to_batch(rollout, ids, np.zeros(len(ids)), pi, version, sync_all=at_sync.probe_mu)
-    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().numpy()
+    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().cpu().numpy()
     return {
         "probe_ess": float(diagnostics.ess(log_weight)),
         "probe_ess_se": diagnostics.ess_standard_error(log_weight, rollout.prompt_index),
@@ -224,7 +227,7 @@ def _sync(config: RunConfig, llm: Any, learner: Learner, version: int) -> Synced
     synced = Synced(weights, version, verification.max_difference, None, None)
     if config.probe == 0:
         return synced
-    probe = _draw(config, llm, learner, problems, 1, seed=(2, version), at_sync=synced)
+    probe = _draw(config, llm, learner, problems[: config.probe], 1, seed=(2, version), at_sync=synced)
     ids, attention = pad(probe, learner.tokenizer.pad_token_id)
     mu = policy.log_probs(learner.model, ids, attention, weights=weights)
     return replace(synced, probe=probe, probe_mu=mu)
@@ -262,7 +265,7 @@ def _state(learner: Learner, at_sync: Synced, held_out: list[tasks.Problem], ver
 
 
 def _measure(batch: Batch, rollout: Rollout, rewards: np.ndarray) -> dict:
-    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().numpy()
+    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().cpu().numpy()
     split = diagnostics.decompose(batch)
     return {
         "reward": float(rewards.mean()),

@@ -21,6 +21,7 @@ FIT_RESAMPLES = 200
 CURVED_POINTS = 5  # fewer than this and gamma is 0: three free parameters need two points to spare
 CURVATURE = 1.0  # prior standard deviation of gamma times the last step fitted
 CURVATURES = np.linspace(-4, 4, 161)  # gamma times the last step fitted, searched over
+LONGEST = 2**60  # more updates than this are none
 STANDARD_ERRORS = 3.0
 LASTING = 5  # a drop counts if it lasts for this many measurements
 
@@ -36,7 +37,8 @@ def quadratic_step(a: float, b: float, threshold: float = 0.5) -> float:
     """First integer k with a k^2 + b k >= ln(1 / threshold), for a, b >= 0; inf where there is none."""
     level = var_threshold(threshold)
     root = b + math.sqrt(b * b + 4 * a * level)
-    return float(math.ceil(2 * level / root - 1e-9)) if root > 0 else math.inf
+    steps = 2 * level / root if root > 0 else math.inf
+    return float(math.ceil(steps - 1e-9)) if steps <= LONGEST else math.inf
 
 
 def curved(gamma: float, k: np.ndarray) -> np.ndarray:
@@ -53,16 +55,19 @@ def curved_step(a: float, b: float, gamma: float, threshold: float = 0.5) -> flo
     level = var_threshold(threshold)
     if gamma == 0:
         return quadratic_step(a, b, threshold)
-    if b == 0 and (a == 0 or (gamma < 0 and a / gamma**2 <= level)):
+    if b == 0 and (a == 0 or (gamma < 0 and math.sqrt(a) <= -gamma * math.sqrt(level))):
         return math.inf
 
     def passed(k: float) -> bool:
-        drift = math.expm1(gamma * k) / gamma if gamma * k < 350 else math.inf  # its square would overflow
-        return (a * drift**2 if a else 0.0) + b * k >= level * (1 - 1e-9)
+        # The root, as its square may overflow.
+        drift = math.sqrt(a) * (math.expm1(gamma * k) / gamma if gamma * k < 700 else math.inf) if a else 0.0
+        return drift >= math.sqrt(level) or drift**2 + b * k >= level * (1 - 1e-9)
 
     low, high = 0, 1
     while not passed(high):
         low, high = high, 2 * high
+        if high > LONGEST:
+            return math.inf
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if passed(middle) else (middle, high)

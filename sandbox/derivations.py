@@ -6,9 +6,11 @@ May's critical gain. Each function returns an expression in the symbols below; t
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy as sp
+
+Expr = Any  # sympy's own annotations are too narrow for its results
 
 P, Q, MU = sp.symbols("p q mu", positive=True)  # probability of arm 1: trainer, sampler, sampler's weights
 R1, R0 = sp.symbols("r1 r0", real=True)  # rewards of the arms
@@ -18,18 +20,18 @@ ESS = 1 / (P**2 / Q + (1 - P) ** 2 / (1 - Q))  # 1 / E_q[(p/q)^2] over the two a
 D2 = -sp.log(ESS)
 
 
-def _mean(value_1: sp.Expr, value_0: sp.Expr, probability: sp.Expr) -> sp.Expr:
+def _mean(value_1: Expr, value_0: Expr, probability: Expr) -> Expr:
     return probability * value_1 + (1 - probability) * value_0
 
 
-def _update(sampler: sp.Expr, trainer: sp.Expr, weight_1: sp.Expr, weight_0: sp.Expr) -> sp.Expr:
+def _update(sampler: Expr, trainer: Expr, weight_1: Expr, weight_0: Expr) -> Expr:
     """Expected update of arm 1's logit: E[w (R - E[R]) (e_a - pi)], first component; the other's is minus it."""
     baseline = _mean(R1, R0, sampler)
     return _mean(weight_1 * (R1 - baseline) * (1 - trainer), weight_0 * (R0 - baseline) * (-trainer), sampler)
 
 
 @cache
-def gradient() -> sp.Expr:
+def gradient() -> Expr:
     """Derivative of the return in arm 1's logit, from d p / d logit = p (1 - p)."""
     logit = sp.Symbol("logit", real=True)
     probability = 1 / (1 + sp.exp(-logit))
@@ -37,13 +39,13 @@ def gradient() -> sp.Expr:
 
 
 @cache
-def bias_none() -> sp.Expr:
+def bias_none() -> Expr:
     """Uncorrected update minus gradient, arm 1's logit: (r1 - r0) (q (1 - q) - p (1 - p))."""
     return sp.factor(sp.simplify(_update(Q, P, sp.Integer(1), sp.Integer(1)) - gradient()))
 
 
 @cache
-def bias_sequence_weights() -> sp.Expr:
+def bias_sequence_weights() -> Expr:
     """The same for weights p/q against the sampler's baseline: 0."""
     return sp.simplify(_update(Q, P, P / Q, (1 - P) / (1 - Q)) - gradient())
 
@@ -58,7 +60,7 @@ def lag_matrix() -> sp.Matrix:
 
 
 @cache
-def loop_gain() -> sp.Expr:
+def loop_gain() -> Expr:
     """The one non-zero eigenvalue of -eta M: -2 eta (r1 - r0) mu (1 - mu) (1 - 2 mu).
 
     It feeds the lag where the better arm is already the likelier one, and damps it before.
@@ -70,8 +72,8 @@ def loop_gain() -> sp.Expr:
 class Collapse(NamedTuple):
     """probability: of arm 1 at which ESS is the threshold. steps: real number of updates to get there."""
 
-    probability: sp.Expr
-    steps: sp.Expr
+    probability: Expr
+    steps: Expr
 
 
 @cache
@@ -99,11 +101,11 @@ class Expansion(NamedTuple):
     p: tuple[sp.Symbol, ...]
     r: tuple[sp.Symbol, ...]
     n: sp.Symbol
-    a: sp.Expr
-    b: sp.Expr
+    a: Expr
+    b: Expr
 
 
-def variance_series(arms: int) -> tuple[sp.Expr, sp.Expr, tuple[sp.Symbol, ...], tuple[sp.Symbol, ...]]:
+def variance_series(arms: int) -> tuple[Expr, Expr, tuple[sp.Symbol, ...], tuple[sp.Symbol, ...]]:
     """(second-order term of Var_p[log w] after the logits move by x, x' F x, p, x): the same expression twice over.
 
     By differentiating the variance of log(softmax(log p + s x) / p) twice at s = 0; its value and slope vanish there.
@@ -118,11 +120,12 @@ def variance_series(arms: int) -> tuple[sp.Expr, sp.Expr, tuple[sp.Symbol, ...],
     last = {p[-1]: 1 - sum(p[:-1])}
     if any(sp.simplify(term.subs(last)) != 0 for term in terms[:2]):
         raise ArithmeticError("the variance has a term below second order")
-    form = sum(a * b**2 for a, b in zip(p, x, strict=True)) - sum(a * b for a, b in zip(p, x, strict=True)) ** 2
+    square, first = (sp.Add(*(a * b**n for a, b in zip(p, x, strict=True))) for n in (2, 1))
+    form = square - first**2
     return sp.expand(terms[2].subs(last)), sp.expand(form.subs(last)), p, x
 
 
-def quadratic_in_steps(k: int) -> tuple[sp.Expr, sp.Expr]:
+def quadratic_in_steps(k: int) -> tuple[Expr, Expr]:
     """(E[x_k' F x_k], k^2 g' F g + k tr(F Sigma) / n) for x_k = sum of k updates g + noise_j, in two dimensions.
 
     The noises are independent, of mean 0 and covariance Sigma / n: cross terms of two steps vanish, so that what drifts
@@ -168,8 +171,8 @@ def expansion(arms: int = 3) -> Expansion:
 class CisBound(NamedTuple):
     """weight_cap: largest weight at sampler probability q. slack: e^c - weight_cap, >= 0 as q, c >= 0."""
 
-    weight_cap: sp.Expr
-    slack: sp.Expr
+    weight_cap: Expr
+    slack: Expr
 
 
 @cache
@@ -189,10 +192,10 @@ class LevinMay(NamedTuple):
 
     w: sp.Symbol
     tau: sp.Symbol
-    gain: sp.Expr  # real part of kappa(w)
-    imaginary: sp.Expr  # its imaginary part, which must vanish
-    angle: sp.Expr  # the smallest w > 0 at which it does
-    critical: sp.Expr  # gain at that angle
+    gain: Expr  # real part of kappa(w)
+    imaginary: Expr  # its imaginary part, which must vanish
+    angle: Expr  # the smallest w > 0 at which it does
+    critical: Expr  # gain at that angle
 
 
 @cache

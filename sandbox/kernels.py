@@ -14,7 +14,7 @@ ADVANTAGE_EPS = 1e-6  # added to the standard deviation of the return, as group-
 
 
 @njit(cache=True, nogil=True)
-def draw(tables, uniform, transition, initial, reward, pairs, returns, log_weight):
+def draw(tables, uniform, transition, initial, reward, pairs, visited, returns, log_weight):
     """Responses of one run by inverting the cumulative distribution, with their return and their log weight.
 
     Args:
@@ -22,6 +22,7 @@ def draw(tables, uniform, transition, initial, reward, pairs, returns, log_weigh
         uniform: uniform numbers in [0, 1). (N, T)
         transition, initial, reward: of the problem. (S, V)
         pairs: filled with s V + a of each token, -1 after the end. int (N, T)
+        visited: filled with the state s of each token, -1 after the end. int (N, T)
         returns, log_weight: filled with the sums of reward and lag. (N,)
     """
     responses, horizon = uniform.shape
@@ -32,12 +33,12 @@ def draw(tables, uniform, transition, initial, reward, pairs, returns, log_weigh
     for t in range(horizon):  # outside: the responses do not wait for one another
         for n in range(responses):
             if state[n] < 0:
-                pairs[n, t] = -1
+                pairs[n, t] = visited[n, t] = -1
                 continue
             s, u, token = np.uint64(state[n]), uniform[n, t], np.uint64(0)  # unsigned: no negative indices
             for a in range(np.uint64(vocabulary - 1)):
                 token += np.uint64(u >= tables[s, BELOW, a])
-            pairs[n, t] = s * np.uint64(vocabulary) + token
+            pairs[n, t], visited[n, t] = s * np.uint64(vocabulary) + token, s
             returns[n] += reward[s, token]
             log_weight[n] += tables[s, LAG, token]
             state[n] = transition[s, token]
@@ -52,11 +53,11 @@ def advantages(returns, normalised, gain):
 
 
 @njit(cache=True, nogil=True)
-def add_up(pairs, gain, vocabulary, place, rows, mass, first, count):
+def add_up(pairs, visited, gain, vocabulary, place, rows, mass, first, count):
     """Sum of the gains of one run's tokens at each visited (state, token), appended to `rows` and `mass`.
 
     Args:
-        pairs: int (N, T), as `draw` leaves them.
+        pairs, visited: int (N, T), as `draw` leaves them; dividing one for the other would cost more than all the rest.
         gain: of each response, (N, 1), or of each token, (N, T).
         place: where each state stands in `rows`; all -1 before and after. int (S,)
         rows, mass: (most,), (most, V), filled from `count` on: first + s, in the order of the first visit, and the sum.
@@ -66,16 +67,15 @@ def add_up(pairs, gain, vocabulary, place, rows, mass, first, count):
     start, per_token = count, gain.shape[1] > 1
     for n in range(responses):
         for t in range(horizon):
-            if pairs[n, t] < 0:
+            if visited[n, t] < 0:
                 break
-            pair = np.uint64(pairs[n, t])
-            state = pair // np.uint64(vocabulary)
+            state = np.uint64(visited[n, t])
             if place[state] < 0:
                 place[state] = count
                 rows[np.uint64(count)] = first + np.int64(state)
                 mass[np.uint64(count)] = 0.0
                 count += 1
-            token = pair - state * np.uint64(vocabulary)
+            token = np.uint64(pairs[n, t]) - state * np.uint64(vocabulary)
             mass[np.uint64(place[state]), token] += gain[n, t if per_token else 0]
     for at in range(start, count):
         place[rows[at] - first] = -1
@@ -83,11 +83,12 @@ def add_up(pairs, gain, vocabulary, place, rows, mass, first, count):
 
 
 @njit(cache=True, nogil=True)
-def add_up_all(pairs, gain, vocabulary, place, rows, mass):
+def add_up_all(pairs, visited, gain, vocabulary, place, rows, mass):
     """`add_up` of every run; a row is run S + s. int (R, N, T), (R, N, 1 or T). Returns the number of rows."""
     count = 0
     for run in range(len(pairs)):
-        count = add_up(pairs[run], gain[run], vocabulary, place, rows, mass, run * len(place), count)
+        first = run * len(place)
+        count = add_up(pairs[run], visited[run], gain[run], vocabulary, place, rows, mass, first, count)
     return count
 
 
@@ -102,11 +103,17 @@ def sample(tables, sync, uniform, transition, initial, reward, normalised, room)
     """
     count, states = 0, len(transition)
     for run in range(len(uniform)):
-        own, own_sync, start = tables[run], sync[run], count
-        draw(own, uniform[run], transition, initial, reward, room.pairs[run], room.returns[run], room.log_weight[run])
-        advantages(room.returns[run], normalised, room.gain[run, :, 0])
-        first = run * states
-        count = add_up(room.pairs[run], room.gain[run], len(reward[0]), room.place, room.rows, room.mass, first, count)
+        own, own_sync, start, first = tables[run], sync[run], count, run * states
+        pairs, visited, returns, log_weight = (
+            room.pairs[run],
+            room.visited[run],
+            room.returns[run],
+            room.log_weight[run],
+        )
+        draw(own, uniform[run], transition, initial, reward, pairs, visited, returns, log_weight)
+        advantages(returns, normalised, room.gain[run, :, 0])
+        gain, vocabulary = room.gain[run], len(reward[0])
+        count = add_up(pairs, visited, gain, vocabulary, room.place, room.rows, room.mass, first, count)
         for at in range(start, count):
             state = np.uint64(room.rows[at] - first)
             room.train[at] = own[state, TRAIN]
@@ -158,6 +165,7 @@ class Scratch(NamedTuple):
 
     uniform: np.ndarray  # (R, N, T)
     pairs: np.ndarray  # int (R, N, T)
+    visited: np.ndarray  # int (R, N, T)
     returns: np.ndarray  # (R, N)
     log_weight: np.ndarray  # (R, N)
     gain: np.ndarray  # advantage of each response, (R, N, 1)
@@ -174,6 +182,7 @@ def scratch(runs: int, responses: int, horizon: int, states: int, vocabulary: in
     return Scratch(
         uniform=np.empty((runs, responses, horizon)),
         pairs=np.empty((runs, responses, horizon), dtype=np.int64),
+        visited=np.empty((runs, responses, horizon), dtype=np.int64),
         returns=np.empty((runs, responses)),
         log_weight=np.empty((runs, responses)),
         gain=np.empty((runs, responses, 1)),

@@ -7,7 +7,7 @@ level": a correction that weighs whole truncated sequences has no recursion, and
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,7 +194,7 @@ def measured(since_sync: pl.DataFrame, threshold: float, horizon: int) -> dict[s
     }
 
 
-def tables(outcome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def tables(outcome: dict[str, Any]) -> dict[str, Sequence[dict[str, Any]]]:
     """What `mismatch predict` prints for people, of `tabular` or `measured`."""
     if "observed_ess_step" in outcome:
         shown = ("predicted_ess_step", "interval", "status", "points_used", "observed_ess_step", "failure_step")

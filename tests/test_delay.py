@@ -104,6 +104,15 @@ def test_critical_tau_is_where_the_gain_passes_the_closed_form():
     assert delay.critical_tau(0.0, -1e-6, 1.0, most=20) == math.inf
 
 
+@pytest.mark.parametrize("tau", [0, 2])
+def test_a_constant_push_settles_where_the_feedback_balances_it(tau):
+    """theta = -(H + M)^-1 c, from either side."""
+    h, m = stable_pair(0)
+    constant = np.array([0.3, -0.2, 0.5])
+    path = delay.recursion(h, m, constant, 0.3 * delay.critical_step_size(h, m, tau), tau, np.ones(3), 2000)
+    assert_allclose(path[-1], -np.linalg.solve(h + m, constant), rtol=1e-9)
+
+
 def test_a_delayed_penalty_at_the_fixed_point_goes_unstable_where_an_instant_one_does_not():
     """The same -beta F as H or as M: only as M does the lag see it."""
     fisher = np.diag([0.3, 0.1])

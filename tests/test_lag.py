@@ -158,3 +158,22 @@ def test_linearised_under_a_discrepancy_starts_from_the_biased_update():
     first = exact.expected_update(problem, policies(logits, logits, offset), CORRECTIONS["dlc"], "normalised")
     visits = exact.occupancy(problem, log_policy(logits))
     assert_allclose(curve[0], theory.fisher_form(log_policy(logits), visits, 0.1 * first), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["none", "tis", "dlc"])
+def test_applied_feedback_under_a_discrepancy_is_that_of_the_biased_update(name):
+    """Central differences of the slow enumeration, at another step width."""
+    problem = problems.sparse_tree(np.random.default_rng(0), depth=2, vocabulary=3, top=0.4)
+    rng = np.random.default_rng(4)
+    logits, x, offset = (
+        rng.normal(size=problem.shape),
+        rng.normal(size=problem.shape),
+        rng.normal(0.3, 0.6, problem.shape),
+    )
+    mu, h = log_policy(logits), 1e-4
+    q = policies(logits, logits, offset).rollout
+    ahead, behind = (
+        reference.expected_update(problem, log_policy(logits + sign * h * x), mu, q, name) for sign in (1, -1)
+    )
+    value = lag.applied_feedback(problem, logits, x, CORRECTIONS[name], "centred", offset)
+    assert_allclose(value, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-7)

@@ -96,6 +96,35 @@ def test_a_run_does_not_depend_on_the_runs_beside_it(machine):
     )
 
 
+@pytest.mark.parametrize("name", ["none", "dlc", "seq_tis", "seq_dlc"])
+def test_groups_and_threads_change_nothing(machine, monkeypatch, name):
+    cfg = SimConfig(ALL[name], EssBelow(0.8), ConstantOffset(0.1), steps=12, batch_size=32, seed=5)
+    logits = random_logits(np.random.default_rng(1), machine)
+    whole = simulate.run(machine, logits, cfg, range(7))
+    monkeypatch.setattr(simulate, "TOGETHER", 2)
+    parts = simulate.run(machine, logits, cfg, range(7), threads=3)
+    assert parts.table.equals(whole.table)
+    for field in ("trainer", "sampler", "log_offset", "since_sync", "syncs"):
+        assert np.array_equal(getattr(parts.state, field), getattr(whole.state, field))
+    for one, other in zip(parts.state.policies, whole.state.policies, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_training_is_the_plain_loop(machine):
+    """The yardstick of the benchmarks, from the same generator: fifteen updates to rounding."""
+    from benchmarks import plain
+
+    for name in ("none", "tis", "dlc"):
+        cfg = SimConfig(ALL[name], steps=15, batch_size=64, step_size=0.7, readings=False)
+        result = simulate.run(machine, np.zeros(machine.shape), cfg, [3])
+        (rng,) = simulate.generators(0, [3])
+        cfg.discrepancy(rng, machine.shape)  # drawn first
+        trained = plain.train(rng, machine, 0.7, 64, 15, name)
+        assert_allclose(result.state.trainer[0], trained, atol=1e-10)
+        assert result.table["ess"].is_nan().all()
+        assert result.table["batch_ess"].is_finite().all()
+
+
 def test_table_says_what_the_recursions_say(machine):
     cfg = SimConfig(CORRECTIONS["tis"], EveryK(3), ConstantOffset(0.2), steps=4, batch_size=16)
     rngs = simulate.generators(0, range(2))

@@ -67,7 +67,9 @@ def model(folder):
 
 @pytest.fixture(scope="session")
 def engines(folder):
-    """Engines by dtype, started when first asked for; several live together in one process."""
+    """Engines by dtype, started when first asked for; several live together in one process, after numba was used."""
+    import llvmlite.binding  # noqa: F401, an engine must start beside it
+
     started = {}
 
     def get(dtype: str):
