@@ -150,19 +150,25 @@ def test_curvature_sees_what_the_quadratic_cannot_and_says_no_collapse():
     assert fit.gamma < -0.05
 
 
-def test_shrinkage_tames_gamma_on_noisy_points():
-    """Eight points with 5 % noise (a probe of 1,024), truly quadratic: the shrunk gamma's collapse step scatters by a
-    fraction of what the free one's does. Seed fixed; sizes from 100 repeats."""
+def test_shrinkage_tames_gamma_on_noisy_points(monkeypatch):
+    """Eight points with 10 % noise, half drift and half diffusion at the last, no curvature: 80 % of the predicted
+    steps lie within a range less than half as wide as that of a free gamma. Seed fixed; 60 repeats."""
+    monkeypatch.setattr(collapse, "FIT_RESAMPLES", 20)
     rng = np.random.default_rng(0)
-    k, scale = np.arange(1, 9), LN2 / 8 / 64
-    curves = [scale * k**2 * (1 + 0.05 * rng.normal(size=8)) for _ in range(100)]
-    fits = [collapse.fit_collapse(k, curve, curvature=True) for curve in curves]
-    steps = np.array([fit.ess_step for fit in fits])
-    truth = collapse.quadratic_step(scale, 0.0)
-    spread = np.ptp(np.quantile(np.minimum(steps, 999), [0.1, 0.9]))
-    assert abs(np.median(steps) / truth - 1) < 0.15
-    assert spread < truth
-    assert np.mean([fit.interval[0] <= truth <= fit.interval[1] for fit in fits]) > 0.6
+    k, a, b = np.arange(1, 9), LN2 / 16 / 64, LN2 / 16 / 8
+    curves = [np.minimum((a * k**2 + b * k) * (1 + 0.1 * rng.normal(size=8)), LN2 / 8) for _ in range(60)]
+    truth = collapse.quadratic_step(a, b)
+
+    def steps() -> np.ndarray:
+        return np.array([collapse.fit_collapse(k, curve, curvature=True).ess_step for curve in curves])
+
+    def spread(values: np.ndarray) -> float:
+        return float(np.ptp(np.quantile(np.minimum(values, 999), [0.1, 0.9])))
+
+    shrunk = steps()
+    assert abs(np.median(shrunk) / truth - 1) < 0.15
+    monkeypatch.setattr(collapse, "CURVATURE", 1e9)
+    assert spread(shrunk) < 0.5 * spread(steps())
 
 
 def test_few_points_leave_gamma_at_zero():

@@ -61,6 +61,21 @@ def test_failure_step_is_that_of_the_returns(outcome):
     assert outcome["failure_step"] == {"simulated": sorted(steps)[2], "share": 1.0}
 
 
+def test_failure_step_is_a_number_of_updates():
+    """Rows begin after the first update: a drop in the row of update 4 is failure_step 4."""
+    k = np.arange(1, 13)
+
+    def table(run: int, returns: np.ndarray) -> pl.DataFrame:
+        return pl.DataFrame({"run": run, "step": k, "return": returns})
+
+    fresh = pl.concat([table(0, 0.5 + 0.01 * k), table(1, 0.502 + 0.01 * k)])
+    stale = pl.concat([table(5, 0.5 + 0.01 * k - 0.1 * (k >= 4)), table(7, 0.501 + 0.01 * k)])
+    assert predict.failure_steps(stale, fresh).to_dicts() == [
+        {"run": 5, "failure_step": 4.0},
+        {"run": 7, "failure_step": math.inf},
+    ]
+
+
 def test_a_threshold_and_a_horizon_are_parameters():
     early, late = (
         predict.tabular(PredictConfig("sparse_tree", step_size=2.0, steps=12, threshold=threshold, runs=0))

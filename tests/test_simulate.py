@@ -127,9 +127,10 @@ def test_training_is_the_plain_loop(machine):
 
 def test_table_says_what_the_recursions_say(machine):
     cfg = SimConfig(CORRECTIONS["tis"], EveryK(3), ConstantOffset(0.2), steps=4, batch_size=16)
-    rngs = simulate.generators(0, range(2))
-    state = simulate.init(rngs, machine, np.zeros(machine.shape), cfg)
-    table = simulate.run(machine, np.zeros(machine.shape), cfg, range(2)).table
+    # Not from the uniform policy: there log mu is one number, and an ESS does not see a number added to the lag.
+    logits, rngs = random_logits(np.random.default_rng(1), machine), simulate.generators(0, range(2))
+    state = simulate.init(rngs, machine, logits, cfg)
+    table = simulate.run(machine, logits, cfg, range(2)).table
     for k in range(1, 5):
         before = state
         state, info = simulate.step(rngs, machine, state, cfg)
