@@ -9,9 +9,9 @@ import numpy as np
 
 from sandbox import bias, exact, problems
 from sandbox.corrections import CORRECTIONS
+from sandbox.exact_report import CORRECTIONS as SIX
 from sandbox.policy import policies_of
 from sandbox.problems import Case, Problem
-from sandbox.summary import CORRECTIONS as SIX
 
 HORIZONS = 4 ** np.arange(3, 9)  # 64 .. 65536
 BUDGET = {"ESS": 0.010, "all above": 0.5}  # seconds at T = 4096

@@ -135,17 +135,17 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
         problem: PROBLEM.json, or a preset: bandit, sparse_tree, machine, long, hidden_collapse, negative_prefixes.
         matrices: also the eigenvalues of the lag's feedback, H, M and F; for small problems.
     """
-    from sandbox import problem_json, summary
+    from sandbox import exact_report, problem_json
 
     case = problem_json.named(problem)
     folder = None if out is None else _folder(out, "exact")
-    outcome = summary.summary(case, matrices)
+    outcome = exact_report.summary(case, matrices)
     if folder is not None:
         results.create_run(folder, {"problem": problem, "matrices": matrices})
         problem_json.save(folder / "problem.json", case)
         results.write_json(folder / "exact.json", outcome)
         results.finish_run(folder)
-    _print(sys.stdout, outcome, json, summary.tables(outcome))
+    _print(sys.stdout, outcome, json, exact_report.tables(outcome))
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from realmodel import cli
-from sandbox import problem_json, problems, summary
+from sandbox import exact_report, problem_json, problems
 from sandbox.results import plain
 
 
@@ -30,7 +30,7 @@ def mismatch(monkeypatch, capsys, tmp_path):
 def test_json_is_the_summary_and_nothing_else(mismatch, name):
     status, out, err = mismatch("exact", name, "--json", "--matrices")
     assert (status, err) == (0, "")
-    assert json.loads(out) == plain(summary.summary(problems.PRESETS[name](), with_matrices=True))
+    assert json.loads(out) == plain(exact_report.summary(problems.PRESETS[name](), with_matrices=True))
 
 
 def test_a_file_without_offset_or_sampler_logits_is_on_policy(mismatch, tmp_path):
@@ -42,7 +42,7 @@ def test_a_file_without_offset_or_sampler_logits_is_on_policy(mismatch, tmp_path
     assert "lag_matrices" not in result
     assert np.allclose([result["ess"][k] for k in ("lag", "discrepancy", "total", "lag_under_sampler")], 1, rtol=1e-13)
     assert result["kl_train_sampler"] == result["kl_sampler_train"] == result["token_kl_on_sampler_prefixes"] == 0
-    for name in summary.CORRECTIONS:
+    for name in exact_report.CORRECTIONS:
         assert np.allclose(result["expected_update"][name], result["gradient"], rtol=1e-12, atol=1e-15)
     assert not np.any(result["discrepancy_bias"]["total"])
 

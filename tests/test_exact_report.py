@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from numpy.testing import assert_allclose
 
-from sandbox import problems, summary, transfer
+from sandbox import exact_report, problems, transfer
 from sandbox.policy import policies_of
 from sandbox.problems import Case
 from tests import reference, strategies
@@ -32,7 +32,7 @@ def enumerated(case: Case) -> dict:
         "total": reference.ess(problem, pi, q),
     }
     gradient = reference.expected_update(problem, pi, pi, pi, "none")
-    updates = {c: reference.expected_update(problem, pi, mu, q, c) for c in summary.CORRECTIONS}
+    updates = {c: reference.expected_update(problem, pi, mu, q, c) for c in exact_report.CORRECTIONS}
     parts = reference.bias_split(problem, mu, -case.sampler_log_offset)
     h, m, _, f = reference.lag_matrices(problem, mu)
     return {
@@ -55,7 +55,7 @@ def enumerated(case: Case) -> dict:
 @given(case=strategies.cases())
 def test_every_key_equals_enumeration_on_both_routes(case, small):
     with mock.patch.object(transfer, "small", return_value=small):
-        result = summary.summary(case, with_matrices=True)
+        result = exact_report.summary(case, with_matrices=True)
     assert {k: tuple(v) if isinstance(v, dict) else () for k, v in result.items()} == KEYS
     for key, expected in enumerated(case).items():
         pairs = [(f"{key}.{k}", result[key][k], expected[k]) for k in expected] if isinstance(expected, dict) else [
@@ -67,12 +67,12 @@ def test_every_key_equals_enumeration_on_both_routes(case, small):
 
 def test_matrices_only_where_asked_for():
     case = problems.PRESETS["bandit"]()
-    assert set(KEYS) - set(summary.summary(case)) == {"lag_matrices"}
+    assert set(KEYS) - set(exact_report.summary(case)) == {"lag_matrices"}
 
 
 def test_the_bandit_in_fractions():
     """P(better arm): trainer 1/2, sampler's weights 1/3, what the sampler draws from 3/7. Rewards 0 and 1."""
-    result = summary.summary(problems.PRESETS["bandit"](), with_matrices=True)
+    result = exact_report.summary(problems.PRESETS["bandit"](), with_matrices=True)
     p, m, q = 1 / 2, 1 / 3, 3 / 7
     assert_allclose([result["return_train"], result["return_sampler"]], [p, q], rtol=1e-14)
     assert_allclose(result["ess"]["lag"], 1 / (p**2 / m + (1 - p) ** 2 / (1 - m)), rtol=1e-14)
@@ -95,14 +95,14 @@ def test_the_bandit_in_fractions():
 
 
 def test_hidden_collapse_looks_healthy_per_token():
-    result = summary.summary(problems.PRESETS["hidden_collapse"]())
+    result = exact_report.summary(problems.PRESETS["hidden_collapse"]())
     assert 0.004 < result["token_kl_on_sampler_prefixes"] < 0.006
     assert result["ess"]["lag"] < 0.5
     assert result["ess"]["total"] < 0.5
 
 
 def test_long_loses_its_ess_to_a_discrepancy_that_no_token_shows():
-    result = summary.summary(problems.PRESETS["long"]())
+    result = exact_report.summary(problems.PRESETS["long"]())
     assert_allclose(result["token_kl_on_sampler_prefixes"], 1.8e-4, rtol=0.1)
     assert 0.15 < result["ess"]["discrepancy"] < 0.3
     assert_allclose(result["ess"]["lag"], 1.0, rtol=1e-11)
@@ -114,7 +114,7 @@ def test_nothing_overflows_at_65536_tokens_with_an_ess_of_e_to_the_minus_500():
     sampler = rng.normal(size=machine.shape)
     case = Case(machine, sampler + 0.01, sampler, 0.189 * rng.normal(size=machine.shape))
     _, mu, q = policies_of(case)
-    result = summary.summary(case)
+    result = exact_report.summary(case)
     assert_allclose(result["renyi2"]["discrepancy"], reference.long_log_sum(machine, 2 * mu - q), rtol=1e-10)
     assert 450 < result["renyi2"]["discrepancy"] < 550
     assert_allclose(math.log(result["ess"]["discrepancy"]), -result["renyi2"]["discrepancy"], rtol=1e-14)
@@ -124,9 +124,9 @@ def test_nothing_overflows_at_65536_tokens_with_an_ess_of_e_to_the_minus_500():
 
 
 def test_tables_for_people_show_every_correction_part_and_matrix():
-    shown = summary.tables(summary.summary(problems.PRESETS["machine"](), with_matrices=True))
+    shown = exact_report.tables(exact_report.summary(problems.PRESETS["machine"](), with_matrices=True))
     first = {next(iter(row.values())) for rows in shown.values() for row in rows}
-    assert first >= {*summary.CORRECTIONS, *KEYS["discrepancy_bias"], *KEYS["lag_matrices"], *KEYS["ess"]}
+    assert first >= {*exact_report.CORRECTIONS, *KEYS["discrepancy_bias"], *KEYS["lag_matrices"], *KEYS["ess"]}
     left = {row["part"]: row["left by"] for rows in shown.values() for row in rows if "part" in row}
     assert left["leading"] == "none"
     assert left["within_token"] == "none, dlc"
