@@ -28,7 +28,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 lab: .venv/.installed-lab
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 .venv/.installed-lab: $(INSTALLED) pyproject.toml
 	$(PIP) install -qq --group lab

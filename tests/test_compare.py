@@ -68,3 +68,12 @@ def test_longest_run():
 def test_a_run_without_a_probe():
     with pytest.raises(BadInput, match="no probe_ess"):
         compare.first_sync(pl.DataFrame({"step": [0]}))
+
+
+def test_a_variance_that_comes_back_is_no_early_measurement():
+    """After the rise past ln2/8 at k = 5, low values at 8 and 9 would otherwise be fitted and double the prediction."""
+    table = since_sync([1.0] * 10)
+    back = table.with_columns(var_log_ratio=pl.when(pl.col("k") >= 8).then(0.01).otherwise(pl.col("var_log_ratio")))
+    fit = compare.predicted_ess_step(back, horizon=50)
+    assert fit.points_used == 4
+    assert fit.ess_step == compare.predicted_ess_step(table, horizon=50).ess_step
