@@ -218,7 +218,7 @@ def test_dlc_says_which_field_is_missing(field: str):
 
 def test_unknown_level():
     with pytest.raises(BadInput, match="level is 'segment'"):
-        ratios.at_level(np.zeros((1, 1)), "segment")
+        ratios.at_level(np.zeros((1, 1)), "segment", np.ones((1, 1), bool))
 
 
 @every_correction
