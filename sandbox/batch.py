@@ -5,6 +5,7 @@ Names (THEORY, who is who): pi = trainer now (`logp_train`), mu = trainer's engi
 g = log pi - log mu, total t = log pi - log q = d + g. Log ratios are always trainer minus sampler, in nats.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -82,6 +83,11 @@ class Batch:
         """d = log mu - log q per token, 0 where masked. (B, T)  Raises BadInput without `logp_sync`."""
         return self.log_ratio("discrepancy")
 
+    def rows(self, index: Any) -> "Batch":
+        """Those responses alone: a slice or an integer array over the first axis of every field."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: v[index] if hasattr(v, "shape") else v for name, v in values.items()})
+
     def need(self, field: str) -> Array:
         """The named field; BadInput where the batch has none, but that `logp_old` is then `logp_train`, detached."""
         value = getattr(self, field)
@@ -136,6 +142,14 @@ def check(batch: Batch) -> Batch:
             newer,
         )
     return batch
+
+
+def chunks(batch: Batch, tokens: int = 65536) -> Iterator[Batch]:
+    """The batch in consecutive pieces of whole responses, about `tokens` each; one empty piece of an empty batch."""
+    size, width = batch.mask.shape
+    step = max(1, tokens // max(width, 1))
+    for start in range(0, max(size, 1), step):
+        yield batch.rows(slice(start, start + step))
 
 
 def unpack(batch: Batch, segment: Array) -> Batch:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from sandbox import ratios
 from sandbox.arrays import Array, detach, log, masked, namespace, widen
-from sandbox.batch import Batch, Source
+from sandbox.batch import Batch, Source, chunks
 from sandbox.errors import BadInput
 
 Level = Literal["token", "sequence", "geometric", "prefix"]
@@ -247,8 +247,9 @@ class Compose:
         return all(rule.factors for rule in self.rules)
 
     def __call__(self, batch: Batch) -> Corrected:
-        weight, keep, centre = Uncorrected()(batch)
-        for rule in self.rules:
+        first, *others = self.rules or (Uncorrected(),)
+        weight, keep, centre = first(batch)
+        for rule in others:
             w, k, c = rule(batch)
             live = (weight != 0) & (w != 0)
             weight, keep = masked(masked(weight, live) * masked(w, live), live), keep & k
@@ -288,6 +289,19 @@ class TimesEss:
 
     def __call__(self, ess: float) -> float:
         return ess**self.power if ess == ess else 0.0
+
+
+def in_chunks(correction: Correction, batch: Batch, tokens: int = 65536) -> Corrected:
+    """The same as `correction(batch)`, a few rows at a time: temporaries stay in the processor's cache.
+
+    Several times faster on a CPU from about 10^6 tokens on. Not for rules that mix responses (`Truncate.normalise`).
+    """
+    pieces = [correction(piece) for piece in chunks(batch, tokens)]
+    xp = namespace(batch.logp_train)
+    weight, keep, centre = zip(*pieces, strict=True)
+    return Corrected(
+        xp.concat(list(weight)), xp.concat(list(keep)), 0.0 if not correction.centres else xp.concat(list(centre))
+    )
 
 
 CORRECTIONS: dict[str, Correction] = {

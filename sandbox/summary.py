@@ -1,0 +1,381 @@
+"""`report(batch)`: every diagnostic at once, of raw weights unless a name says otherwise, in one pass over the tokens.
+
+`summarise` reduces each response to a few dozen sums, a few rows at a time so that temporaries stay in the processor's
+cache; everything else is algebra on (B,) arrays in float64. Ranks that concatenate their summaries (`merge`) get the
+global batch's numbers, never means of means. Units: nats; log ratios are trainer minus sampler.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sandbox import diagnostics, ratios
+from sandbox.arrays import Array, count, detach, masked, namespace
+from sandbox.batch import Batch, chunks
+from sandbox.corrections import Corrected
+from sandbox.diagnostics import Decomposition
+
+TokenSums = Callable[..., tuple[Array, Array, Array, Array]]
+PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9)  # of q, between the bins of the per-probability profile
+PROFILE_LIMIT = 100.0  # nats; profiles read a larger |log ratio| (a token that the trainer rules out) as this
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """What `report` needs of a batch.
+
+    sums: per response, by name; extremes and counts too. float64 (B,)
+    position: number of tokens, sum and sum of squares of t at token 0, 1, ... of the responses. (3, T)
+    probability: the same by bins of q, PROBABILITY_EDGES between them. (3, bins)
+    top: the largest token log weights: 1 %, or what the Pareto fit needs. (m,)
+    split: whether d and g are known (the batch had `logp_sync`).
+    weighted: whether a correction's weights were given, and per what unit: "", "token" or "sequence".
+    """
+
+    sums: dict[str, np.ndarray]
+    position: np.ndarray
+    probability: np.ndarray
+    top: np.ndarray
+    split: bool
+    weighted: str
+
+
+@dataclass(frozen=True)
+class Ess:
+    """Effective sample size as a fraction of n units, with what it takes to believe it."""
+
+    unit: str
+    raw: float
+    n: int
+    low: float  # bootstrap interval over responses or prompts
+    high: float
+    pareto_k: float
+    pareto_k_limit: float
+    renyi2: float
+    chi2: float
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The weights a correction gave, rejected ones as 0 and in n. `ess` is flattered by truncation: never the alarm."""
+
+    unit: str
+    ess: float
+    n: int
+    mean: float  # over kept units
+    largest: float
+    rejected_fraction: float  # of tokens
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Of the token ratios e^t and of the responses' products: one number never tells both."""
+
+    top_share_token: float  # of the total weight, held by the largest 1 %
+    top_share_sequence: float
+    kurtosis: float  # of t, excess: 0 for a normal distribution
+    smallest_ratio: float
+    largest_ratio: float
+    multiplicative: float  # mean e^|t|: +t and -t do not cancel as they do in a geometric mean
+    largest_response_geometric: float  # max over responses of |mean t|
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of t by position or by the sampler's probability; a bin is [edge, next edge). nan where empty."""
+
+    edges: tuple[float, ...]
+    n: tuple[int, ...]
+    mean: tuple[float, ...]
+    mean_square: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every diagnostic of one batch. `alarms` belongs in front of a person."""
+
+    n_responses: int
+    n_tokens: int
+    ess: dict[str, Ess]  # sequence, token: of pi/q; where logp_sync is known also sequence_lag, sequence_discrepancy
+    applied: Applied | None
+    kl_sampler_train: dict[str, float]  # k1, k2, k3 of KL(q || pi) per token, mean over tokens
+    kl_sampler_train_by_response: dict[str, float]  # the same, mean over responses of their token means
+    decomposition: Decomposition | None
+    tails: Tails
+    by_position: Profile
+    by_probability: Profile
+    perplexity: dict[str, float]  # train, rollout: mean over responses; ratio: mean of train / rollout
+    alarms: tuple[str, ...]
+
+
+def summarise(
+    batch: Batch, corrected: Corrected | None = None, sums_of: TokenSums | None = None, tokens: int = 65536
+) -> Summary:
+    """Reduce a batch (numpy or torch, detached) and, where given, the weights of a correction on it.
+
+    Args:
+        sums_of: `token_sums`, or what `torch.compile(token_sums, dynamic=False)` made of it.
+        tokens: how many are looked at at once.
+    """
+    sums_of = sums_of or token_sums
+    n = int(count(batch.mask))
+    need = max(math.ceil(0.01 * n), 5 * diagnostics.pareto_tail(n))
+    floor = _likely_floor(batch, need, n)
+    for threshold in (floor, -math.inf):
+        pieces, start = [], 0
+        for piece in chunks(batch, tokens):
+            stop = start + piece.mask.shape[0]
+            pieces.append(_piece(piece, threshold, corrected, slice(start, stop), sums_of))
+            start = stop
+        if sum(len(piece.top) for piece in pieces) >= min(need, n):
+            break
+    whole = merge(pieces)
+    largest = np.partition(whole.top, len(whole.top) - need)[-need:] if len(whole.top) > need else whole.top
+    return Summary(whole.sums, whole.position, whole.probability, largest, whole.split, whole.weighted)
+
+
+def merge(parts: list[Summary]) -> Summary:
+    """The summary of all their responses together: exact, but that `top` may miss some where one part has most of it.
+
+    Parts may differ in T. Give `report` the prompts of all responses in the same order.
+    """
+    width = max(part.position.shape[1] for part in parts)
+    position = sum(np.pad(part.position, ((0, 0), (0, width - part.position.shape[1]))) for part in parts)
+    return Summary(
+        {name: np.concatenate([part.sums[name] for part in parts]) for name in parts[0].sums},
+        np.asarray(position),
+        np.asarray(sum(part.probability for part in parts)),
+        np.concatenate([part.top for part in parts]),
+        all(part.split for part in parts),
+        parts[0].weighted,
+    )
+
+
+def report(
+    batch: Batch | Summary, corrected: Corrected | None = None, group: Array | None = None, seed: int = 0
+) -> Report:
+    """Every diagnostic of a batch, or of a summary of one.
+
+    Args:
+        corrected: what a correction said of the batch, to report on its weights beside the raw ones.
+        group: prompt of each response, the unit of the bootstrap; each response its own without it. int (B,)
+        seed: of the bootstrap.
+    """
+    s = batch if isinstance(batch, Summary) else summarise(batch, corrected)
+    sums, has = s.sums, s.sums["n"] > 0
+    group = None if group is None else np.asarray(group)[has]
+    sums = {name: value[has] for name, value in sums.items()}
+    tokens = sums["n"].sum()
+    times = diagnostics.resamples(np.random.default_rng(seed), len(sums["n"]), group)
+    units = {"sequence": "t"} | ({"sequence_lag": "g", "sequence_discrepancy": "d"} if s.split else {})
+    ess = {name: _sequence_ess(sums[of], times) for name, of in units.items()}
+    ess["token"] = _token_ess(sums, s.top, times)
+    with np.errstate(invalid="ignore"):  # a ratio of 0 has t = -inf: means of it are infinite or nan, and say so
+        by_token = {k: _over(sums[k].sum(), tokens) for k in ("k1", "k2", "k3")}
+        by_response = {k: _mean(sums[k] / sums["n"]) for k in ("k1", "k2", "k3")}
+        perplexity = {
+            "train": _mean(np.exp(-sums["train"] / sums["n"])),
+            "rollout": _mean(np.exp(-sums["rollout"] / sums["n"])),
+            "ratio": _mean(np.exp(-sums["t"] / sums["n"])),
+        }
+        split = [_over(sums[k].sum(), tokens) for k in ("dd", "gg", "tt", "dg")] if s.split else []
+        tails = _tails(sums, s.top, tokens)
+    return Report(
+        n_responses=len(sums["n"]),
+        n_tokens=int(tokens),
+        ess=ess,
+        applied=_applied(sums, s.weighted),
+        kl_sampler_train=by_token,
+        kl_sampler_train_by_response=by_response,
+        decomposition=Decomposition(split[0], split[1], split[2], 2 * split[3]) if split else None,
+        tails=tails,
+        by_position=_profile(*_by_octave(s.position)),
+        by_probability=_profile((0.0, *PROBABILITY_EDGES), s.probability),
+        perplexity=perplexity,
+        alarms=_alarms(ess, sums, s.weighted),
+    )
+
+
+SUMS = ("n", "t", "train", "rollout", "tt", "ttt", "tttt", "k3", "low", "high", "multiplicative", "w", "ww")
+SPLIT_SUMS = ("d", "g", "dd", "gg", "dg")
+WEIGHT_SUMS = ("kept", "units", "live", "a", "aa", "largest")
+
+
+def token_sums(
+    batch: Batch, weight: Array | None = None, keep: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Everything that `report` reads off the tokens, as pure array code: `torch.compile` makes one pass of it.
+
+    Args:
+        weight, keep: of a correction, where its weights are reported on. (B, T) or (B, 1); bool (B, T)
+    Returns:
+        per response, a row for each of SUMS, SPLIT_SUMS with `logp_sync`, WEIGHT_SUMS with weights (K, B);
+        n, sum and sum of squares of t by column (3, T) and by bins of q (3, bins); t itself (B, T).
+    """
+    xp = namespace(batch.logp_train)
+    mask = batch.mask
+    p, q = detach(batch.logp("logp_train")), batch.logp("logp_rollout")
+    t = p - q
+    square, ratio = t * t, 1 + xp.expm1(t)  # the expm1 that k3 needs too: one exponential a token when compiled
+    one = xp.astype(mask, t.dtype)
+
+    def total(x: Array) -> Array:
+        return xp.sum(x, axis=-1)
+
+    n = total(one)
+    padding = t.shape[1] - n  # masked places have t = 0, so e^t = 1
+    sums = [n, total(t), total(p), total(q), total(square), total(square * t), total(square * square)]
+    sums += [total(ratios.ESTIMATORS["k3"](t)), xp.min(t, axis=-1), xp.max(t, axis=-1)]
+    sums += [total(x) - padding for x in (xp.maximum(ratio, 1 / ratio), ratio, ratio * ratio)]
+    if batch.logp_sync is not None:
+        sync = batch.logp("logp_sync")
+        d, g = sync - q, p - sync
+        sums += [total(x) for x in (d, g, d * d, g * g, d * g)]
+    if weight is not None and keep is not None:
+        kept = mask & keep
+        per_token = weight.shape[1] == mask.shape[1]
+        live = kept if per_token else xp.any(kept, axis=-1, keepdims=True)
+        used: Array = masked(weight, live)
+        alive = xp.sum(xp.astype(live, t.dtype), axis=-1)
+        units = n if per_token else xp.astype(n > 0, t.dtype)
+        sums += [total(xp.astype(kept, t.dtype)), units, alive, total(used), total(used * used)]
+        sums += [xp.max(used, axis=-1)]
+    t = ratios.limit(t, -PROFILE_LIMIT, PROFILE_LIMIT)
+    each = (one, t, t * t)
+    # bins of q by differences of what lies below each edge; masked places have q = 1 and t = 0, above every edge
+    below = [xp.astype(q < math.log(edge), t.dtype) for edge in PROBABILITY_EDGES]
+    bins = xp.stack([xp.stack([*[xp.sum(x * b) for b in below], xp.sum(x)]) for x in each])
+    probability = xp.concat([bins[:, :1], bins[:, 1:] - bins[:, :-1]], axis=1)
+    return xp.stack(sums), xp.stack([xp.sum(x, axis=0) for x in each]), probability, t
+
+
+def _piece(batch: Batch, threshold: float, corrected: Corrected | None, rows: slice, sums_of: TokenSums) -> Summary:
+    given = () if corrected is None else (corrected.weight[rows], corrected.keep[rows])
+    *results, t = sums_of(batch, *given)
+    table, position, probability = (np.asarray(x, np.float64) for x in results)
+    names = [*SUMS, *(SPLIT_SUMS if batch.logp_sync is not None else ()), *(WEIGHT_SUMS if given else ())]
+    sums = dict(zip(names, table, strict=True))
+    sums["k1"], sums["k2"] = -sums["t"], sums["tt"] / 2
+    if not _on_the_left(batch.mask):
+        position = _columns(batch.mask, t)
+    unit = "" if not given else ("token" if given[0].shape[1] == batch.mask.shape[1] else "sequence")
+    return Summary(sums, position, probability, _above(t, batch.mask, threshold), batch.logp_sync is not None, unit)
+
+
+def _on_the_left(mask: Array) -> bool:
+    """Whether every response starts at column 0 and has no holes, so that columns are positions."""
+    xp = namespace(mask)
+    return not bool(xp.any(mask[:, 1:] & ~mask[:, :-1]))
+
+
+def _columns(mask: Array, t: Array) -> np.ndarray:
+    """n, sum and sum of squares of t by position within the response, wherever its tokens stand. (3, T)"""
+    xp = namespace(t)
+    order = xp.argsort(xp.astype(~mask, xp.int8), axis=-1, stable=True)
+    one, t = (xp.take_along_axis(x, order, axis=-1) for x in (xp.astype(mask, t.dtype), t))
+    return np.stack([np.asarray(xp.sum(x, axis=0), np.float64) for x in (one, t, t * t)])
+
+
+def _above(t: Array, mask: Array, threshold: float) -> np.ndarray:
+    return np.asarray(t[mask & (t > threshold) if threshold > -math.inf else mask], np.float64)
+
+
+def _likely_floor(batch: Batch, need: int, n: int) -> float:
+    """A log weight that a little more than `need` of the n tokens exceed, from one token in 64; -inf where few."""
+    if n < 2**17:
+        return -math.inf
+    thin = Batch(batch.logp_train[:, ::64], batch.logp_rollout[:, ::64], batch.mask[:, ::64], batch.advantage[:, :1])
+    seen = np.sort(_above(detach(thin.total), thin.mask, -math.inf))
+    return float(seen[max(0, int(len(seen) * (1 - 1.3 * need / n)) - 30)]) if len(seen) else -math.inf
+
+
+def _over(total: float, n: float) -> float:
+    return float(total / n) if n else math.nan
+
+
+def _mean(x: np.ndarray) -> float:
+    return float(x.mean()) if len(x) else math.nan
+
+
+def _sequence_ess(log_weight: np.ndarray, times: np.ndarray) -> Ess:
+    value = float(diagnostics.ess(log_weight))
+    low, high = diagnostics.ess_interval(log_weight, times)
+    return _ess("sequence", value, len(log_weight), low, high, diagnostics.pareto_k(log_weight))
+
+
+def _token_ess(sums: dict, top: np.ndarray, times: np.ndarray) -> Ess:
+    n, w, ww = sums["n"], sums["w"], sums["ww"]
+    tokens = int(n.sum())
+    alive = tokens and ww.sum() > 0 and np.isfinite(ww.sum())
+    value = float(w.sum() ** 2 / ww.sum() / tokens) if alive else math.nan
+    low, high = diagnostics.bootstrap_ess(times, n, w, ww) if alive else (math.nan, math.nan)
+    return _ess("token", value, tokens, low, high, diagnostics.pareto_k(top, tokens))
+
+
+def _ess(unit: str, value: float, n: int, low: float, high: float, k: float) -> Ess:
+    renyi2 = -math.log(value) if value > 0 else math.nan
+    return Ess(
+        unit, value, n, low, high, k, diagnostics.pareto_k_limit(n), renyi2, 1 / value - 1 if value else math.nan
+    )
+
+
+def _applied(sums: dict, unit: str) -> Applied | None:
+    if not unit:
+        return None
+    n, tokens = sums["units"].sum(), sums["n"].sum()
+    first, second = sums["a"].sum(), sums["aa"].sum()
+    return Applied(
+        unit=unit,
+        ess=float(first**2 / second / n) if second > 0 else math.nan,
+        n=int(n),
+        mean=_over(first, sums["live"].sum()),
+        largest=float(sums["largest"].max()) if len(sums["largest"]) else math.nan,
+        rejected_fraction=1 - _over(sums["kept"].sum(), tokens),
+    )
+
+
+def _tails(sums: dict, top: np.ndarray, tokens: float) -> Tails:
+    one, two, three, four = (_over(sums[k].sum(), tokens) for k in ("t", "tt", "ttt", "tttt"))
+    variance = two - one**2
+    fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
+    largest = np.sort(top)[::-1][: math.ceil(0.01 * tokens)]
+    return Tails(
+        top_share_token=_over(float(np.exp(largest).sum()), float(sums["w"].sum())),
+        top_share_sequence=diagnostics.top_share(sums["t"]),
+        kurtosis=fourth / variance**2 - 3 if variance > 0 else math.nan,
+        smallest_ratio=math.exp(sums["low"].min()) if tokens else math.nan,
+        largest_ratio=float(np.exp(sums["high"].max())) if tokens else math.nan,
+        multiplicative=_over(sums["multiplicative"].sum(), tokens),
+        largest_response_geometric=float(np.abs(sums["t"] / sums["n"]).max()) if tokens else math.nan,
+    )
+
+
+def _by_octave(position: np.ndarray) -> tuple[tuple[float, ...], np.ndarray]:
+    """Positions 0, 1, 2-3, 4-7, ...: edges and sums."""
+    width = position.shape[1]
+    edges = [0, *(2**k for k in range(max(width - 1, 0).bit_length()))]
+    return tuple(float(e) for e in edges), np.add.reduceat(position, edges, axis=1) if width else np.zeros((3, 1))
+
+
+def _profile(edges: tuple[float, ...], sums: np.ndarray) -> Profile:
+    n, first, second = sums
+    mean, square = (np.divide(x, n, out=np.full(len(n), np.nan), where=n > 0) for x in (first, second))
+    return Profile(edges, tuple(int(x) for x in n), tuple(mean.tolist()), tuple(square.tolist()))
+
+
+def _alarms(ess: dict[str, Ess], sums: dict, weighted: str) -> tuple[str, ...]:
+    found = []
+    if not sums["n"].sum():
+        return ("the mask counts no token",)
+    if weighted and not sums["kept"].sum():
+        found.append("every token is rejected: rejected_fraction 1")
+    for name, one in ess.items():
+        if one.raw < 0.5:
+            found.append(f"{name} ESS is {one.raw:.3g} of n = {one.n}, below 1/2")
+        if one.pareto_k > one.pareto_k_limit:
+            found.append(f"{name} Pareto k is {one.pareto_k:.2f}, above {one.pareto_k_limit:.2f}: ESS is flattered")
+    if not np.isfinite(sums["t"]).all():
+        found.append("the trainer gives probability 0 to a drawn token")
+    return tuple(found)
