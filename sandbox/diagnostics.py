@@ -122,16 +122,16 @@ def bootstrap_ess(
 
 
 def pareto_tail(n: int) -> int:
-    """How many of n weights the Pareto fit looks at: min(n / 5, 3 sqrt n), rounded up (Vehtari et al. 2024)."""
-    return math.ceil(min(n / 5, 3 * math.sqrt(n)))
+    """How many of n weights the Pareto fit looks at: n / 5, from 225 on 3 sqrt n, rounded down (as arviz has it)."""
+    return n // 5 if n <= 225 else int(3 * math.sqrt(n))
 
 
 def pareto_k(log_weight: Array, n: int | None = None) -> float:
     """Shape k of a generalised Pareto fit to the largest weights (PSIS, arXiv 1507.02646); the variance is finite for
     k < 1/2, and estimates are worthless above `pareto_k_limit`.
 
-    -inf where the whole tail is one value (equal weights: on-policy); nan for fewer than 21 weights, fewer than 5
-    positive ones in the tail, or a weight that is nan or infinite. Weights of 0 stay in n.
+    -inf where the whole tail is one value (equal weights: on-policy); nan for fewer than 25 weights, a tail that
+    reaches down to weights of 0 (they stay in n), or a weight that is nan or infinite.
 
     Args:
         log_weight: raw log weights, one a unit. (m,)
@@ -142,16 +142,14 @@ def pareto_k(log_weight: Array, n: int | None = None) -> float:
     tail = pareto_tail(n)
     if tail < 5 or np.isnan(x).any() or np.isposinf(x).any():
         return math.nan
-    if len(x) > 5 * tail:
-        x = np.partition(x, len(x) - 5 * tail)[-5 * tail :]
-    x = np.sort(x)
+    x = np.sort(np.partition(x, len(x) - 5 * tail)[-5 * tail :])
     largest = x[-tail:]
-    if largest[-1] - largest[0] < 1e-12:
-        return -math.inf
     if np.isneginf(largest[0]):
         return math.nan
-    # arviz takes log likelihoods, the negative of log weights; so small an r_eff leaves the tail at len(x) / 5 = `tail`
-    r_eff: Any = 1e-9 if len(x) == 5 * tail else 1
+    if largest[-1] - largest[0] < 1e-12:
+        return -math.inf
+    # arviz takes log likelihoods, the negative of log weights; so small an r_eff makes its tail a fifth of x, ours
+    r_eff: Any = 1e-9
     return float(array_stats.psislw(-x, r_eff=r_eff)[1])
 
 

@@ -98,8 +98,8 @@ def accounts(batch: Batch, corrected: Corrected) -> dict[str, float | str]:
     if int(count(wild)):
         alarm = f"{int(count(wild))} weights are not finite"
     return {
-        "loss_fixed": float(reinforce(batch, corrected, "fixed")),
-        "loss_kept": float(reinforce(batch, corrected, "kept")),
+        "loss_fixed": float(detach(reinforce(batch, corrected, "fixed"))),
+        "loss_kept": float(detach(reinforce(batch, corrected, "kept"))),
         "tokens": tokens,
         "tokens_kept": left,
         "rejected_fraction": 1 - left / tokens if tokens else 0.0,

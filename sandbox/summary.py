@@ -32,6 +32,7 @@ class Summary:
     top: the largest token log weights: 1 %, or what the Pareto fit needs. (m,)
     split: whether d and g are known (the batch had `logp_sync`).
     weighted: whether a correction's weights were given, and per what unit: "", "token" or "sequence".
+    shift: sums w and ww are of e^(t - shift), so that no ESS overflows; 0 unless it would.
     """
 
     sums: dict[str, np.ndarray]
@@ -40,6 +41,7 @@ class Summary:
     top: np.ndarray
     split: bool
     weighted: str
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,10 @@ def summarise(
         tokens: how many are looked at at once.
     """
     sums_of = sums_of or token_sums
+    if batch.mask.shape[1] == 0:  # no column: the same as no row
+        xp = namespace(batch.logp_train)
+        none = xp.zeros((0, 1), dtype=batch.logp_train.dtype)
+        batch, corrected = Batch(none, none, none > 0, none), None
     n = int(count(batch.mask))
     need = max(math.ceil(0.01 * n), 5 * diagnostics.pareto_tail(n))
     floor = _likely_floor(batch, need, n)
@@ -132,8 +138,13 @@ def summarise(
         if sum(len(piece.top) for piece in pieces) >= min(need, n):
             break
     whole = merge(pieces)
+    shift, highest = 0.0, float(whole.sums["high"].max()) if n else 0.0
+    if n and math.isfinite(highest) and not np.isfinite(whole.sums["ww"]).all():
+        shift = highest
+        for name, power in (("w", 1.0), ("ww", 2.0)):
+            whole.sums[name] = np.concatenate([_shifted(piece, shift, power) for piece in chunks(batch, tokens)])
     largest = np.partition(whole.top, len(whole.top) - need)[-need:] if len(whole.top) > need else whole.top
-    return Summary(whole.sums, whole.position, whole.probability, largest, whole.split, whole.weighted)
+    return Summary(whole.sums, whole.position, whole.probability, largest, whole.split, whole.weighted, shift)
 
 
 def merge(parts: list[Summary]) -> Summary:
@@ -142,14 +153,20 @@ def merge(parts: list[Summary]) -> Summary:
     Parts may differ in T. Give `report` the prompts of all responses in the same order.
     """
     width = max(part.position.shape[1] for part in parts)
+    shift = max(part.shift for part in parts)
+    scaled = [
+        part.sums | {name: part.sums[name] * math.exp(k * (part.shift - shift)) for name, k in (("w", 1), ("ww", 2))}
+        for part in parts
+    ]
     position = sum(np.pad(part.position, ((0, 0), (0, width - part.position.shape[1]))) for part in parts)
     return Summary(
-        {name: np.concatenate([part.sums[name] for part in parts]) for name in parts[0].sums},
+        {name: np.concatenate([sums[name] for sums in scaled]) for name in scaled[0]},
         np.asarray(position),
         np.asarray(sum(part.probability for part in parts)),
         np.concatenate([part.top for part in parts]),
         all(part.split for part in parts),
         parts[0].weighted,
+        shift,
     )
 
 
@@ -172,7 +189,7 @@ def report(
     units = {"sequence": "t"} | ({"sequence_lag": "g", "sequence_discrepancy": "d"} if s.split else {})
     ess = {name: _sequence_ess(sums[of], times) for name, of in units.items()}
     ess["token"] = _token_ess(sums, s.top, times)
-    with np.errstate(invalid="ignore"):  # a ratio of 0 has t = -inf: means of it are infinite or nan, and say so
+    with np.errstate(invalid="ignore", over="ignore"):  # a ratio of 0 or inf: its means are infinite or nan, and say so
         by_token = {k: _over(sums[k].sum(), tokens) for k in ("k1", "k2", "k3")}
         by_response = {k: _mean(sums[k] / sums["n"]) for k in ("k1", "k2", "k3")}
         perplexity = {
@@ -181,7 +198,7 @@ def report(
             "ratio": _mean(np.exp(-sums["t"] / sums["n"])),
         }
         split = [_over(sums[k].sum(), tokens) for k in ("dd", "gg", "tt", "dg")] if s.split else []
-        tails = _tails(sums, s.top, tokens)
+        tails = _tails(sums, s.top, tokens, s.shift)
     return Report(
         n_responses=len(sums["n"]),
         n_tokens=int(tokens),
@@ -227,7 +244,8 @@ def token_sums(
     n = total(one)
     padding = t.shape[1] - n  # masked places have t = 0, so e^t = 1
     sums = [n, total(t), total(p), total(q), total(square), total(square * t), total(square * square)]
-    sums += [total(ratios.ESTIMATORS["k3"](t)), xp.min(t, axis=-1), xp.max(t, axis=-1)]
+    sums += [total(ratios.ESTIMATORS["k3"](t))]
+    sums += [xp.min(masked(t, mask, math.inf), axis=-1), xp.max(masked(t, mask, -math.inf), axis=-1)]
     sums += [total(x) - padding for x in (xp.maximum(ratio, 1 / ratio), ratio, ratio * ratio)]
     if batch.logp_sync is not None:
         sync = batch.logp("logp_sync")
@@ -242,8 +260,8 @@ def token_sums(
         units = n if per_token else xp.astype(n > 0, t.dtype)
         sums += [total(xp.astype(kept, t.dtype)), units, alive, total(used), total(used * used)]
         sums += [xp.max(used, axis=-1)]
-    t = ratios.limit(t, -PROFILE_LIMIT, PROFILE_LIMIT)
-    each = (one, t, t * t)
+    mild = ratios.limit(t, -PROFILE_LIMIT, PROFILE_LIMIT)
+    each = (one, mild, mild * mild)
     # bins of q by differences of what lies below each edge; masked places have q = 1 and t = 0, above every edge
     below = [xp.astype(q < math.log(edge), t.dtype) for edge in PROBABILITY_EDGES]
     bins = xp.stack([xp.stack([*[xp.sum(x * b) for b in below], xp.sum(x)]) for x in each])
@@ -253,7 +271,8 @@ def token_sums(
 
 def _piece(batch: Batch, threshold: float, corrected: Corrected | None, rows: slice, sums_of: TokenSums) -> Summary:
     given = () if corrected is None else (corrected.weight[rows], corrected.keep[rows])
-    *results, t = sums_of(batch, *given)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        *results, t = sums_of(batch, *given)
     table, position, probability = (np.asarray(x, np.float64) for x in results)
     names = [*SUMS, *(SPLIT_SUMS if batch.logp_sync is not None else ()), *(WEIGHT_SUMS if given else ())]
     sums = dict(zip(names, table, strict=True))
@@ -262,6 +281,13 @@ def _piece(batch: Batch, threshold: float, corrected: Corrected | None, rows: sl
         position = _columns(batch.mask, t)
     unit = "" if not given else ("token" if given[0].shape[1] == batch.mask.shape[1] else "sequence")
     return Summary(sums, position, probability, _above(t, batch.mask, threshold), batch.logp_sync is not None, unit)
+
+
+def _shifted(batch: Batch, shift: float, power: float) -> np.ndarray:
+    """sum over tokens of e^(power (t - shift)), each within float64 whatever t. (B,)"""
+    xp = namespace(batch.logp_train)
+    t = xp.astype(masked(detach(batch.total), batch.mask, -math.inf), xp.float64)
+    return np.asarray(xp.sum(xp.exp(power * (t - shift)), axis=-1))
 
 
 def _on_the_left(mask: Array) -> bool:
@@ -274,6 +300,7 @@ def _columns(mask: Array, t: Array) -> np.ndarray:
     """n, sum and sum of squares of t by position within the response, wherever its tokens stand. (3, T)"""
     xp = namespace(t)
     order = xp.argsort(xp.astype(~mask, xp.int8), axis=-1, stable=True)
+    t = ratios.limit(t, -PROFILE_LIMIT, PROFILE_LIMIT)
     one, t = (xp.take_along_axis(x, order, axis=-1) for x in (xp.astype(mask, t.dtype), t))
     return np.stack([np.asarray(xp.sum(x, axis=0), np.float64) for x in (one, t, t * t)])
 
@@ -336,16 +363,16 @@ def _applied(sums: dict, unit: str) -> Applied | None:
     )
 
 
-def _tails(sums: dict, top: np.ndarray, tokens: float) -> Tails:
+def _tails(sums: dict, top: np.ndarray, tokens: float, shift: float) -> Tails:
     one, two, three, four = (_over(sums[k].sum(), tokens) for k in ("t", "tt", "ttt", "tttt"))
     variance = two - one**2
     fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
     largest = np.sort(top)[::-1][: math.ceil(0.01 * tokens)]
     return Tails(
-        top_share_token=_over(float(np.exp(largest).sum()), float(sums["w"].sum())),
+        top_share_token=_over(float(np.exp(largest - shift).sum()), float(sums["w"].sum())),
         top_share_sequence=diagnostics.top_share(sums["t"]),
         kurtosis=fourth / variance**2 - 3 if variance > 0 else math.nan,
-        smallest_ratio=math.exp(sums["low"].min()) if tokens else math.nan,
+        smallest_ratio=float(np.exp(sums["low"].min())) if tokens else math.nan,
         largest_ratio=float(np.exp(sums["high"].max())) if tokens else math.nan,
         multiplicative=_over(sums["multiplicative"].sum(), tokens),
         largest_response_geometric=float(np.abs(sums["t"] / sums["n"]).max()) if tokens else math.nan,
