@@ -67,6 +67,11 @@ class Uncorrected:
     centres = False
     factors = True
 
+    source = ""
+
+    def __str__(self) -> str:
+        return "1"
+
     def __call__(self, batch: Batch) -> Corrected:
         return Corrected(ones(batch), batch.mask, 0.0)
 
@@ -99,6 +104,15 @@ class Truncate:
     def factors(self) -> bool:
         return self.level == "token" and not self.normalise
 
+    source = "Yao, Liu et al. 2025; Liu, Li et al. 2025; MiniMax 2025 (with a floor)"
+
+    def __str__(self) -> str:
+        r = ratios.name_of(self.on, self.level)
+        low, high = self.floor > 0, not math.isinf(self.cap)
+        text = f"min({r}, {self.cap:g})" if high else r
+        text = f"min(max({r}, {self.floor:g}), {self.cap:g})" if low else text
+        return f"{text} over its batch mean" if self.normalise else text
+
     def __call__(self, batch: Batch) -> Corrected:
         log_ratio = ratios.select(batch, self.on, self.level, self.clamp)
         if not self.normalise:
@@ -130,6 +144,12 @@ class Mask:
     def factors(self) -> bool:
         return self.level == "token"
 
+    source = "Liu, Li et al. 2025; arXiv 2510.18855 (token band)"
+
+    def __str__(self) -> str:
+        r = ratios.name_of(self.on, self.level)
+        return f"{r} where {ratios.within(r, self.low, self.high)}, else {'rejected' if self.drop else '0'}"
+
     def __call__(self, batch: Batch) -> Corrected:
         log_ratio = ratios.select(batch, self.on, self.level, self.clamp)
         inside = ratios.band(log_ratio, self.low, self.high)
@@ -155,6 +175,12 @@ class PPOClip:
     centres = False
     factors = False
 
+    source = "Schulman et al. 2017; arXiv 2507.18071 (geometric)"
+
+    def __str__(self) -> str:
+        dual = "" if math.isinf(self.dual) else f", dual {self.dual:g}"
+        return f"PPO in {ratios.name_of(self.on, self.level)}, [{1 - self.low:.5g}, {1 + self.high:.5g}]{dual}"
+
     def __call__(self, batch: Batch) -> Corrected:
         log_ratio = ratios.select(batch, self.on, self.level)
         above = ~ratios.band(log_ratio, 0.0, 1 + self.high) & (batch.advantage > 0)
@@ -177,6 +203,12 @@ class CIS:
     centres = False
     factors = True
 
+    source = "Yu, Zhao, Li et al. 2026, our reading"
+
+    def __str__(self) -> str:
+        raised = "" if math.isinf(self.floor) else f", max with floor {self.floor:.3g} in log-odds"
+        return f"min(pi/q, e^c / (1 + q (e^c - 1))), c = {self.cap:.3g}{raised}"
+
     def __call__(self, batch: Batch) -> Corrected:
         log_ratio = ratios.select(batch, "total", "token")
         weight = ratios.log_odds_limit(log_ratio, batch.logp("logp_rollout"), self.cap, self.floor)
@@ -193,6 +225,11 @@ class Centre:
     cap: float = 2.0
     centres = True
     factors = True
+
+    source = "Li, Zhou and Lan 2026, our reading"
+
+    def __str__(self) -> str:
+        return f"score centred at c ~ q min(pi/mu, {self.cap:g})"
 
     def __call__(self, batch: Batch) -> Corrected:
         counted = batch.mask[..., None]
@@ -220,6 +257,11 @@ class DLC:
     def factors(self) -> bool:
         return self.level == "token"
 
+    source = "Li, Zhou and Lan 2026, our reading"
+
+    def __str__(self) -> str:
+        return f"{Truncate(self.level, self.cap, 'lag')} x {Centre(self.cap if self.level == 'token' else math.inf)}"
+
     def __call__(self, batch: Batch) -> Corrected:
         weight, keep, _ = Truncate(self.level, self.cap, on="lag")(batch)
         return Corrected(weight, keep, Centre(self.cap if self.level == "token" else math.inf)(batch).centre)
@@ -246,6 +288,11 @@ class Compose:
     def factors(self) -> bool:
         return all(rule.factors for rule in self.rules)
 
+    source = ""
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self.rules)) or "1"
+
     def __call__(self, batch: Batch) -> Corrected:
         first, *others = self.rules or (Uncorrected(),)
         weight, keep, centre = first(batch)
@@ -270,6 +317,11 @@ class FiniteOnly:
     @property
     def factors(self) -> bool:
         return self.rule.factors
+
+    source = ""
+
+    def __str__(self) -> str:
+        return f"{self.rule}; old/q = 1 where not finite"
 
     def __call__(self, batch: Batch) -> Corrected:
         xp = namespace(batch.logp_train)

@@ -1,7 +1,7 @@
 """Diagnostics of a batch: effective sample size, Renyi-2, KL estimators, Pareto k, the split of the token error.
 
 Every number here is of RAW weights unless its name says otherwise. Units: nats. "sequence" is the product over tokens.
-`summary.report` gives all of them at once.
+`health.report` gives all of them at once.
 """
 
 import math

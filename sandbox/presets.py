@@ -8,6 +8,7 @@ them but verl's legacy trainer. `METRICS` are their logged numbers under their n
 
 import math
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 
 from sandbox import ratios
 from sandbox.arrays import Array, count, masked, masked_mean, namespace
@@ -149,6 +150,43 @@ RULES: dict[str, Correction] = {
 }
 
 
+SOURCES = {
+    "verl": "verl 1dda039b",
+    "trl": "TRL f2cd5771",
+    "slime": "slime 624b824a",
+    "prime_rl": "prime-rl 559b4477",
+    "areal": "AReaL 4aef98d8",
+    "cispo": "MiniMax, arXiv 2506.13585",
+    "gspo": "arXiv 2507.18071",
+    "ppo_dual": "arXiv 1912.09729",
+    "dppo": "arXiv 2602.04879",
+    "dppo_kl": "arXiv 2602.04879",
+    "icepop": "arXiv 2510.18855",
+    "geo_tis": "slime",
+    "prefix_tis": "arXiv 2605.07331",
+    "snis": "textbook",
+}
+
+
+def written(rule: object) -> str:
+    """A rule as Python, fields at their defaults left out: `Truncate(level='sequence', cap=inf)`."""
+    if isinstance(rule, tuple):
+        return f"({', '.join(map(written, rule))}{',' if len(rule) == 1 else ''})"
+    if not is_dataclass(rule):
+        return repr(rule)
+    changed = [(f.name, getattr(rule, f.name)) for f in fields(rule) if getattr(rule, f.name) != f.default]
+    return f"{type(rule).__name__}({', '.join(f'{name}={written(value)}' for name, value in changed)})"
+
+
+def table() -> str:
+    """Markdown table of every preset; README.md holds it between its corrections markers, and a test compares them."""
+    lines = ["| name | weight x mask | as a rule | source |", "|---|---|---|---|"]
+    for name, rule in PRESETS.items():
+        source = SOURCES.get(name) or SOURCES.get(name.partition(".")[0]) or getattr(rule, "source", "")
+        lines.append(f"| `{name}` | {rule} | `{written(rule)}` | {source} |")
+    return "\n".join(lines)
+
+
 def _by_response(x: Array, mask: Array) -> Array:
     """Mean over responses of the mean over a response's tokens, slime's and prime-rl's default reduction. Scalar"""
     xp = namespace(x)
@@ -272,3 +310,7 @@ METRICS: dict[str, Callable[..., dict[str, Array]]] = {
     "prime_rl": prime_rl_metrics,
     "areal": areal_metrics,
 }
+
+
+if __name__ == "__main__":  # python -m sandbox.presets: what belongs between the README's markers
+    print(table())

@@ -14,6 +14,21 @@ from sandbox.errors import BadInput
 LEVELS = ("token", "sequence", "geometric", "prefix")
 
 
+NAMES = {"total": "pi/q", "lag": "pi/mu", "discrepancy": "mu/q", "behaviour": "old/q", "drift": "pi/old"}
+LEVEL_NAMES = {"token": "", "sequence": "prod ", "geometric": "geometric mean ", "prefix": "prefix prod "}
+
+
+def within(what: str, low: float, high: float) -> str:
+    """low <= what <= high, in words, without the bounds that are off."""
+    left, right = ("" if low <= 0 else f"{low:.4g} <= "), ("" if math.isinf(high) else f" <= {high:.4g}")
+    return f"{left}{what}{right}"
+
+
+def name_of(on: str, level: str = "token") -> str:
+    """The ratio in words: "pi/q", "prod old/q"."""
+    return LEVEL_NAMES[level] + NAMES[on]
+
+
 def select(batch: Batch, on: str, level: str, clamp: float = math.inf) -> Array:
     """The log ratio a rule acts on, detached: which one (`batch.SOURCES`), at which level (LEVELS), within +-clamp.
 

@@ -31,6 +31,11 @@ class Band:
     def factors(self) -> bool:
         return self.level == "token"
 
+    source = "Liu, Li et al. 2025"
+
+    def __str__(self) -> str:
+        return f"keep {ratios.within(ratios.name_of(self.on, self.level), self.low, self.high)}"
+
     def __call__(self, batch: Batch) -> Corrected:
         inside = ratios.band(ratios.select(batch, self.on, self.level), self.low, self.high)
         return Corrected(ones(batch), batch.mask & inside, 0.0)
@@ -45,6 +50,11 @@ class Veto:
     on: Source = "total"
     centres = False
     factors = False
+
+    source = "slime"
+
+    def __str__(self) -> str:
+        return f"drop response unless every {ratios.within(ratios.name_of(self.on), self.low, self.high)}"
 
     def __call__(self, batch: Batch) -> Corrected:
         inside = ratios.band(ratios.select(batch, self.on, "token"), self.low, self.high) | ~batch.mask
@@ -80,6 +90,11 @@ class Divergence:
         if self.estimator not in ratios.ESTIMATORS:
             raise BadInput(f"estimator is {self.estimator!r}, expected one of {', '.join(ratios.ESTIMATORS)}")
 
+    source = "verl"
+
+    def __str__(self) -> str:
+        return f"keep {self.aggregate} {self.estimator}({ratios.name_of(self.on)}) <= {self.limit:g}"
+
     def __call__(self, batch: Batch) -> Corrected:
         value = ratios.ESTIMATORS[self.estimator](ratios.select(batch, self.on, "token", self.clamp))
         kept = ratios.aggregate(value, self.aggregate, batch.mask) <= self.limit
@@ -102,6 +117,16 @@ class ProbabilityBand:
     on: Source = "total"
     centres = False
     factors = False
+
+    source = "arXiv 2602.04879"
+
+    def __str__(self) -> str:
+        p, q = ratios.name_of(self.on).split("/")
+        if self.divergence == "kl":
+            text = f"Bernoulli KL({q}, {p}) <= {self.high:g}"
+        else:
+            text = f"-{self.low:g} <= {p} - {q} <= {self.high:g}"
+        return f"keep {text}, {'whatever A' if self.both_ways else 'by the sign of A'}"
 
     def __call__(self, batch: Batch) -> Corrected:
         xp = namespace(batch.logp_train)
@@ -133,6 +158,11 @@ class OffPolicySequenceMask:
     on: Source = "total"
     centres = False
     factors = False
+
+    source = "DeepSeek-V3.2, arXiv 2512.02556"
+
+    def __str__(self) -> str:
+        return f"drop response if A < 0 and mean -log {ratios.name_of(self.on)} > {self.delta:g}"
 
     def __call__(self, batch: Batch) -> Corrected:
         xp = namespace(batch.logp_train)

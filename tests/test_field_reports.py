@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sandbox import diagnostics, losses, presets, summary
+from sandbox import diagnostics, health, losses, presets, summary
 from sandbox.batch import Batch, unpack
 from sandbox.corrections import Compose, Mask, PPOClip, Truncate
 from sandbox.errors import BadInput
@@ -76,9 +76,9 @@ def test_p15_sequence_ess_falls_with_length():
 
 def test_p16_no_clamp_and_no_overflow():
     assert diagnostics.ess(np.array([200.0, 199.0])) * 2 == pytest.approx(1.648, abs=1e-3)
-    report = summary.report(of_log_ratios([[200.0], [199.0]]))
+    report = health.report(of_log_ratios([[200.0], [199.0]]))
     assert report.ess["sequence"].raw == pytest.approx(0.824, abs=1e-3)
-    assert summary.report(of_log_ratios([[2000.0], [1999.0]], q=-9000)).ess["sequence"].raw == pytest.approx(
+    assert health.report(of_log_ratios([[2000.0], [1999.0]], q=-9000)).ess["sequence"].raw == pytest.approx(
         0.824, abs=1e-3
     )
 
@@ -87,7 +87,7 @@ def test_p16_no_clamp_and_no_overflow():
 def test_p16_sequence_ess_is_scale_invariant(log_weight: np.ndarray, shift: float):
     with np.errstate(all="ignore"):
         a, b = (
-            summary.report(of_log_ratios(x[:, None], q=-1500)).ess["sequence"] for x in (log_weight, log_weight + shift)
+            health.report(of_log_ratios(x[:, None], q=-1500)).ess["sequence"] for x in (log_weight, log_weight + shift)
         )
     assert a.raw == pytest.approx(b.raw, rel=1e-9)
     assert (a.low, a.high) == pytest.approx((b.low, b.high), rel=1e-9)
@@ -108,7 +108,7 @@ def test_p17_exponential_of_the_sum():
 def test_p18_a_cancelling_geometric_mean_is_flagged_by_the_tails():
     batch = of_log_ratios([2.0, -2.0, 2.0, -2.0])
     assert Truncate("geometric", math.inf)(batch).weight.item() == 1.0
-    tails = summary.report(batch).tails
+    tails = health.report(batch).tails
     assert tails.multiplicative == pytest.approx(7.389, abs=1e-3)
     assert (tails.smallest_ratio, tails.largest_ratio) == pytest.approx((0.135, 7.389), abs=1e-3)
     assert not Divergence("multiplicative", "mean", 1.5)(batch).keep.any()
@@ -118,7 +118,7 @@ def test_p18_a_cancelling_geometric_mean_is_flagged_by_the_tails():
 @given(batch=batches())
 def test_p18_extremes_are_those_of_the_tokens(batch: Batch):
     t = [float(batch.logp_train[i] - batch.logp_rollout[i]) for i in zip(*np.nonzero(batch.mask), strict=True)]
-    tails = summary.report(batch).tails
+    tails = health.report(batch).tails
     if t:
         assert tails.multiplicative == pytest.approx(np.mean([math.exp(abs(x)) for x in t]))
         assert tails.smallest_ratio == pytest.approx(math.exp(min(t)))
@@ -130,7 +130,7 @@ def test_p18_extremes_are_those_of_the_tokens(batch: Batch):
 
 def test_p19_raw_beside_truncated():
     batch = of_ratios([[1.0], [1.0], [1.0], [97.0]])
-    report = summary.report(batch, PRESETS["tis"](batch))
+    report = health.report(batch, PRESETS["tis"](batch))
     assert report.ess["sequence"].raw * 4 == pytest.approx(1.0625, abs=1e-4)
     assert report.applied is not None
     assert report.applied.ess * 4 == pytest.approx(3.571, abs=1e-3)
@@ -141,9 +141,9 @@ def test_p19_raw_beside_truncated():
 @given(batch=batches())
 @settings(max_examples=60)
 def test_p19_the_raw_numbers_do_not_know_the_correction(batch: Batch):
-    plain = summary.report(batch)
+    plain = health.report(batch)
     for name in ("tis", "seq_mis", "icepop", "snis"):
-        other = summary.report(batch, PRESETS[name](batch))
+        other = health.report(batch, PRESETS[name](batch))
         for unit, ess in plain.ess.items():
             np.testing.assert_equal(dataclasses.astuple(other.ess[unit]), dataclasses.astuple(ess))
 
@@ -153,7 +153,7 @@ def test_p19_the_raw_numbers_do_not_know_the_correction(batch: Batch):
 
 def test_p20_sequence_ess_counts_responses():
     batch = ragged([[0.0], [math.log(2) / 9] * 9])
-    ess = summary.report(batch).ess
+    ess = health.report(batch).ess
     assert ess["sequence"].raw == pytest.approx(0.9)
     assert (ess["sequence"].unit, ess["sequence"].n, ess["token"].unit, ess["token"].n) == ("sequence", 2, "token", 10)
 
@@ -161,14 +161,14 @@ def test_p20_sequence_ess_counts_responses():
 def test_p21_equal_weights_are_one_whatever_the_segments():
     segment = np.array([[0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 1, 1]])
     packed = of_log_ratios(np.zeros((3, 4)))
-    assert summary.report(packed).ess["sequence"].raw == pytest.approx(1.0)
-    report = summary.report(unpack(packed, segment))
+    assert health.report(packed).ess["sequence"].raw == pytest.approx(1.0)
+    report = health.report(unpack(packed, segment))
     assert (report.ess["sequence"].raw, report.ess["sequence"].n) == (pytest.approx(1.0), 5)
 
 
 def test_p22_sequence_weights_do_not_broadcast_into_a_matrix():
     batch = of_ratios([[2.0], [4.0]])
-    applied = summary.report(batch, PRESETS["seq_is"](batch)).applied
+    applied = health.report(batch, PRESETS["seq_is"](batch)).applied
     assert applied is not None
     assert applied.mean == pytest.approx(3.0)
     corrected = PRESETS["seq_is"](batch)
@@ -180,12 +180,12 @@ def test_p22_sequence_weights_do_not_broadcast_into_a_matrix():
 
 def test_p23_global_against_per_rank():
     batch = ragged([[-0.1], [-0.01] * 9])
-    report = summary.report(batch)
+    report = health.report(batch)
     assert report.kl_sampler_train["k1"] == pytest.approx(0.019)
     assert report.kl_sampler_train_by_response["k1"] == pytest.approx(0.055)
     # sums 2 of 8 tokens and 3 of 4 tokens, k1 = -d
     ranks = [of_log_ratios([-0.25] * 8), of_log_ratios([-0.75] * 4)]
-    merged = summary.report(summary.merge([summary.summarise(rank) for rank in ranks]))
+    merged = health.report(summary.merge([summary.summarise(rank) for rank in ranks]))
     assert merged.kl_sampler_train["k1"] == pytest.approx(5 / 12)
 
 
@@ -199,7 +199,7 @@ def test_p23_merged_summaries_are_the_global_batchs(batch: Batch, cut: int):
         for p in parts
         if len(batch.mask[p])
     ]
-    merged, whole = summary.report(summary.merge(pieces)), summary.report(batch, corrected)
+    merged, whole = health.report(summary.merge(pieces)), health.report(batch, corrected)
     assert_close(dataclasses.asdict(merged), dataclasses.asdict(whole))
 
 
@@ -239,7 +239,7 @@ def test_p25_small_samples_flatter():
     for n, expected, reps in ((64, 0.23, 2000), (256, 0.17, 1000), (8192, 0.116, 60)):
         values = diagnostics.ess(1.5 * rng.normal(size=(reps, n)))
         assert abs(values.mean() - expected) < 0.006 + 5 * values.std() / math.sqrt(reps)
-    report = summary.report(of_log_ratios(1.5 * rng.normal(size=(64, 1))))
+    report = health.report(of_log_ratios(1.5 * rng.normal(size=(64, 1))))
     ess = report.ess["sequence"]
     assert ess.n == 64
     assert ess.low < ess.raw < ess.high
@@ -253,14 +253,14 @@ def test_p25_small_samples_flatter():
 def test_p27_the_mean_weight_is_of_the_kept():
     batch = of_ratios(np.ones((1, 10)))
     corrected = PRESETS["none"](batch)._replace(keep=np.arange(10)[None] >= 3)
-    applied = summary.report(batch, corrected).applied
+    applied = health.report(batch, corrected).applied
     assert applied is not None
     assert (applied.mean, applied.rejected_fraction) == (1.0, pytest.approx(0.3))
     assert float(presets.areal_metrics(batch, corrected)["behave_imp_weight"]) == 1.0
 
 
 def test_p28_kl_estimators_and_their_direction():
-    kl = summary.report(of_log_ratios([0.1, -0.2, 0.05])).kl_sampler_train
+    kl = health.report(of_log_ratios([0.1, -0.2, 0.05])).kl_sampler_train
     assert (kl["k1"], kl["k2"], kl["k3"]) == pytest.approx((0.016667, 0.008750, 0.008391), abs=1e-6)
     assert 3 * kl["k3"] == pytest.approx(0.025173, abs=1e-6)
     reverse = presets.ratios.ESTIMATORS["k3_reversed"](np.array([0.1, -0.2, 0.05]))
@@ -269,10 +269,10 @@ def test_p28_kl_estimators_and_their_direction():
 
 @given(batch=batches())
 def test_p28_k3_is_never_negative_and_k1_has_the_sign_of_q_over_pi(batch: Batch):
-    kl = summary.report(batch).kl_sampler_train
+    kl = health.report(batch).kl_sampler_train
     assert not kl["k3"] < 0
     swapped = dataclasses.replace(batch, logp_train=batch.logp_rollout, logp_rollout=batch.logp_train)
-    assert summary.report(swapped).kl_sampler_train["k1"] == pytest.approx(-kl["k1"], abs=1e-12, nan_ok=True)
+    assert health.report(swapped).kl_sampler_train["k1"] == pytest.approx(-kl["k1"], abs=1e-12, nan_ok=True)
 
 
 # P29, P30, P31, P32: masks and denominators.
@@ -305,7 +305,7 @@ def test_p31_an_empty_response_adds_no_token():
     batch = of_ratios(np.ones((2, 4)), mask=[[1, 1, 1, 1], [0, 0, 0, 0]], q=-1.0)
     for denominator in ("fixed", "kept"):
         assert losses.reinforce(batch, PRESETS["none"](batch), denominator) == 1.0
-    report = summary.report(batch)
+    report = health.report(batch)
     assert (report.n_responses, report.n_tokens, report.ess["sequence"].n) == (1, 4, 1)
 
 
@@ -313,7 +313,7 @@ def test_p32_everything_rejected_is_an_alarm_not_a_crash():
     batch = of_log_ratios([[0.5] * 4, [-0.7] * 4])
     rule = Compose((Band("geometric", 0.99, 1.001), Veto(1e-4)))
     corrected = rule(batch)
-    report = summary.report(batch, corrected)
+    report = health.report(batch, corrected)
     assert losses.reinforce(batch, corrected, "kept") == 0.0
     assert report.applied is not None
     assert math.isnan(report.applied.ess)
@@ -330,9 +330,9 @@ def test_p30_numbers_of_a_report_do_not_see_masked_places(batch: Batch, data):
     filled = dataclasses.replace(batch, **{n: np.where(batch.mask, getattr(batch, n), junk) for n in names})
     left = {n: np.pad(getattr(filled, n), ((0, 0), (2, 0)), constant_values=junk) for n in names}
     moved = Batch(mask=np.pad(batch.mask, ((0, 0), (2, 0))), advantage=batch.advantage, **left)
-    expected = dataclasses.asdict(summary.report(batch))
+    expected = dataclasses.asdict(health.report(batch))
     for other in (filled, moved):
-        found = dataclasses.asdict(summary.report(other))
+        found = dataclasses.asdict(health.report(other))
         for profile in (found["by_position"], expected["by_position"]):  # wider batches have more, empty, bins
             filled_bins = [i for i, n in enumerate(profile["n"]) if n]
             profile.update({k: tuple(v[i] for i in filled_bins) for k, v in profile.items()})
@@ -381,10 +381,10 @@ def test_p36_names_and_inclusive_edges():
         weight = np.where(corrected.keep, corrected.weight, 0.0)
         np.testing.assert_allclose(weight[0], weights, rtol=1e-12)
         assert weight.sum() == pytest.approx(total)
-        applied = summary.report(batch, corrected).applied
+        applied = health.report(batch, corrected).applied
         assert applied is not None
         assert applied.ess == pytest.approx(fraction, abs=1e-3)
-    assert summary.report(batch).ess["token"].raw == pytest.approx(0.437, abs=1e-3)
+    assert health.report(batch).ess["token"].raw == pytest.approx(0.437, abs=1e-3)
     edge = Batch(
         np.array([[0.0, -math.log(2)]]), np.array([[-math.log(5), 0.0]]), np.ones((1, 2), bool), np.ones((1, 1))
     )
@@ -397,7 +397,7 @@ def test_p36_names_and_inclusive_edges():
 def test_p37_without_mu_nothing_is_called_numerics():
     batch = Batch(np.array([[-0.7]]), np.array([[-1.0]]), np.ones((1, 1), bool), np.ones((1, 1)),
                   logp_old=np.array([[-0.7]]), version_rollout=np.array([[5]]), version_train=8)  # fmt: skip
-    report = summary.report(batch)
+    report = health.report(batch)
     assert report.decomposition is None
     assert set(report.ess) == {"sequence", "token"}
     with pytest.raises(BadInput, match="no logp_sync"):

@@ -1,15 +1,19 @@
 """Presets of public frameworks against their own formulas on three fixed batches, and exact bias by enumeration."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sandbox import exact, presets
+from sandbox import config, exact, presets
 from sandbox.batch import Batch
-from sandbox.corrections import Compose, Correction, FiniteOnly, PPOClip
+from sandbox.corrections import Compose, Correction, FiniteOnly, PPOClip, Truncate
+from sandbox.policy import policies
+from sandbox.problems import Problem
 from tests import reference, reference_frameworks, strategies
 
 Responses = list[list[reference_frameworks.Token]]
@@ -196,14 +200,10 @@ def test_expected_update_of_every_other_correction_is_the_enumerations(name: str
 
 
 def exact_problem(rng):
-    from sandbox.problems import Problem
-
     return Problem(rng.integers(-1, 4, (4, 3)), rng.normal(0.5, 1, (4, 3)), 5, 0)
 
 
 def exact_policies(train, sync, offset):
-    from sandbox.policy import policies
-
     return policies(train, sync, offset)
 
 
@@ -224,3 +224,34 @@ def test_every_preset_has_bias_and_self_normalised_weights_lose_theirs_with_n():
 def test_every_framework_has_presets_and_metrics():
     assert {name.partition(".")[0] for name in presets.FRAMEWORKS} == set(presets.METRICS)
     assert all(dataclasses.is_dataclass(rule) for rule in presets.PRESETS.values())
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_readme_lists_every_preset_as_it_is():
+    """`python -m sandbox.presets` prints the block."""
+    block = README.read_text().split("<!-- corrections -->")[1].split("<!-- /corrections -->")[0]
+    assert block.strip() == presets.table()
+
+
+def test_a_rule_is_written_as_it_is_read():
+    names = {type(rule).__name__: type(rule) for rule in presets.RULES.values()} | {"inf": math.inf}
+    for rule in presets.PRESETS.values():
+        assert eval(presets.written(rule), names) == rule
+
+
+def test_every_preset_reads_back_from_a_config():
+    for name, rule in (presets.PRESETS | presets.RULES).items():
+        assert config.structure({"rule": name}, Holder).rule == rule
+        again = config.structure(json.loads(json.dumps(config.resolved(Holder(rule)))), Holder)
+        assert again.rule == rule
+    composed = {"preset": "Compose", "rules": [{"preset": "Truncate", "on": "discrepancy"}, "opsm"]}
+    assert config.structure({"rule": composed}, Holder).rule == Compose(
+        (Truncate(on="discrepancy"), presets.PRESETS["opsm"])
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    rule: Correction

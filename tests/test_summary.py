@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 
-from sandbox import diagnostics, summary
+from sandbox import diagnostics, health, summary
 from sandbox.batch import Batch
 from sandbox.presets import PRESETS
 from tests.strategies import batches
@@ -31,7 +31,7 @@ def tokens_of(batch: Batch) -> list[list[tuple[float, float, float]]]:
 @settings(max_examples=100)
 def test_report_against_loops(batch: Batch):
     corrected = PRESETS["icepop"](batch)
-    report = summary.report(batch, corrected)
+    report = health.report(batch, corrected)
     rows = tokens_of(batch)
     flat = [token for row in rows for token in row]
     n = len(flat)
@@ -106,8 +106,8 @@ def test_report_against_loops(batch: Batch):
 @settings(max_examples=60)
 def test_numpy_equals_torch(batch: Batch):
     tensors = as_torch(batch, gradient=True)
-    ours = summary.report(batch, PRESETS["seq_tis"](batch))
-    theirs = summary.report(tensors, PRESETS["seq_tis"](tensors))
+    ours = health.report(batch, PRESETS["seq_tis"](batch))
+    theirs = health.report(tensors, PRESETS["seq_tis"](tensors))
     assert_close(dataclasses.asdict(theirs), dataclasses.asdict(ours))
 
 
@@ -126,14 +126,14 @@ def test_large_batches_in_chunks_find_the_same_tail():
     batch = big()
     t = (batch.logp_train - batch.logp_rollout)[batch.mask]
     assert len(t) > 2**17
-    report = summary.report(batch)
+    report = health.report(batch)
     assert report.ess["token"].raw == pytest.approx(diagnostics.ess(t), rel=1e-12)
     assert report.ess["token"].pareto_k == pytest.approx(diagnostics.pareto_k(t), rel=1e-12)
     assert report.tails.top_share_token == pytest.approx(diagnostics.top_share(t), rel=1e-12)
     assert report.ess["sequence"].pareto_k == pytest.approx(
         diagnostics.pareto_k(diagnostics.sequence_log_weight(batch)), rel=1e-12
     )
-    whole = summary.report(summary.summarise(batch, tokens=10**9))
+    whole = health.report(summary.summarise(batch, tokens=10**9))
     assert_close(dataclasses.asdict(whole), dataclasses.asdict(report))
 
 
@@ -144,7 +144,7 @@ def test_a_misjudged_threshold_starts_the_search_again():
     t = 0.1 * rng.normal(size=q.shape)
     t[:, ::64] += 3.0
     batch = Batch(q + t, q, q < 0, np.ones((300, 1)))
-    report = summary.report(batch)
+    report = health.report(batch)
     assert report.tails.top_share_token == pytest.approx(diagnostics.top_share(t.ravel()), rel=1e-12)
     assert report.ess["token"].pareto_k == pytest.approx(diagnostics.pareto_k(t.ravel()), rel=1e-9)
 
@@ -154,7 +154,7 @@ def test_float32_sums_stay_safe():
     exact, single = big(), big(dtype=np.float32)
     tensors = Batch(*(torch.tensor(x) for x in (single.logp_train, single.logp_rollout, single.mask)),
                     torch.ones(len(single.mask), 1), torch.tensor(single.logp_sync))  # fmt: skip
-    a, b = (summary.report(x) for x in (tensors, exact))
+    a, b = (health.report(x) for x in (tensors, exact))
     for unit, ess in b.ess.items():
         assert a.ess[unit].raw == pytest.approx(ess.raw, rel=1e-4)
     assert dataclasses.astuple(a.decomposition) == pytest.approx(dataclasses.astuple(b.decomposition), rel=1e-5)  # type: ignore[arg-type]
@@ -165,14 +165,14 @@ def test_float32_sums_stay_safe():
 
 def test_k3_keeps_its_digits_where_the_mismatch_is_tiny():
     t = 1e-8 * np.array([1.0, -2.0, 3.0])
-    assert summary.report(of_log_ratios(t, q=0.0)).kl_sampler_train["k3"] == pytest.approx((t**2).mean() / 2, rel=1e-6)
+    assert health.report(of_log_ratios(t, q=0.0)).kl_sampler_train["k3"] == pytest.approx((t**2).mean() / 2, rel=1e-6)
 
 
 def test_prompts_are_the_unit_of_the_interval():
     rng = np.random.default_rng(0)
     group = np.repeat(np.arange(50), 4)
     batch = of_log_ratios(0.5 * rng.normal(size=50)[group][:, None])
-    alone, grouped = (summary.report(batch, group=g).ess["sequence"] for g in (None, group))
+    alone, grouped = (health.report(batch, group=g).ess["sequence"] for g in (None, group))
     assert alone.raw == grouped.raw
     assert grouped.high - grouped.low > 1.5 * (alone.high - alone.low)
 
@@ -181,14 +181,14 @@ def test_prompts_are_the_unit_of_the_interval():
 def test_batches_with_nothing_in_them(shape: tuple[int, int]):
     batch = Batch(np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.ones((shape[0], 1)))
     for given_batch in (batch, as_torch(batch)):
-        report = summary.report(given_batch, PRESETS["tis"](given_batch))
+        report = health.report(given_batch, PRESETS["tis"](given_batch))
         assert (report.n_responses, report.n_tokens) == (0, 0)
         assert report.alarms == ("the mask counts no token",)
 
 
 def test_a_token_the_trainer_rules_out_is_an_alarm_and_stays_in_n():
     batch = of_log_ratios([[0.0], [0.0], [-math.inf], [0.0]])
-    report = summary.report(batch)
+    report = health.report(batch)
     assert report.ess["sequence"].raw == pytest.approx(0.75)
     assert report.ess["token"].raw == pytest.approx(0.75)
     assert "the trainer gives probability 0 to a drawn token" in report.alarms
@@ -200,5 +200,5 @@ def test_the_pass_over_the_tokens_compiles_as_one_graph():
     batch = as_torch(big(8, 40))
     corrected = PRESETS["tis"](batch)
     compiled = torch.compile(summary.token_sums, fullgraph=True, backend="aot_eager", dynamic=False)
-    fast = summary.report(summary.summarise(batch, corrected, compiled))
-    assert_close(dataclasses.asdict(fast), dataclasses.asdict(summary.report(batch, corrected)))
+    fast = health.report(summary.summarise(batch, corrected, compiled))
+    assert_close(dataclasses.asdict(fast), dataclasses.asdict(health.report(batch, corrected)))
