@@ -76,7 +76,7 @@ def chi2(log_weight: Array) -> Array:
     return 1 / ess(log_weight) - 1
 
 
-def resamples(rng: np.random.Generator, size: int, group: Array | None = None, replicates: int = 500) -> np.ndarray:
+def resamples(rng: np.random.Generator, size: int, group: Array | None = None, replicates: int = 400) -> np.ndarray:
     """How often each response occurs in each bootstrap replicate, responses of one prompt drawn together.
 
     Args:
@@ -86,7 +86,8 @@ def resamples(rng: np.random.Generator, size: int, group: Array | None = None, r
     """
     index = np.arange(size) if group is None else np.unique(np.asarray(group), return_inverse=True)[1]
     groups = int(index.max()) + 1 if size else 0
-    drawn = rng.integers(max(groups, 1), size=(replicates, groups)) + groups * np.arange(replicates)[:, None]
+    drawn = rng.integers(max(groups, 1), size=(replicates, groups), dtype=np.int32)
+    drawn += (groups * np.arange(replicates, dtype=np.int32))[:, None]
     times = np.bincount(drawn.ravel(), minlength=replicates * groups).reshape(replicates, groups)
     return times[:, index].astype(np.float64)
 

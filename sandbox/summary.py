@@ -100,7 +100,7 @@ def merge(parts: list[Summary]) -> Summary:
     )
 
 
-SUMS = ("n", "t", "train", "rollout", "tt", "ttt", "tttt", "k3", "low", "high", "multiplicative", "w", "ww")
+SUMS = ("n", "last", "t", "train", "rollout", "tt", "ttt", "tttt", "k3", "low", "high", "multiplicative", "w", "ww")
 SPLIT_SUMS = ("d", "g", "dd", "gg", "dg")
 WEIGHT_SUMS = ("kept", "units", "live", "a", "aa", "largest")
 
@@ -128,7 +128,9 @@ def token_sums(
 
     n = total(one)
     padding = t.shape[1] - n  # masked places have t = 0, so e^t = 1
-    sums = [n, total(t), total(p), total(q), total(square), total(square * t), total(square * square)]
+    column = xp.arange(t.shape[1], dtype=t.dtype, device=t.device)
+    last = xp.max(masked(column + 1 + 0 * t, mask), axis=-1)
+    sums = [n, last, total(t), total(t) + total(q), total(q), total(square), total(square * t), total(square * square)]
     sums += [total(ratios.ESTIMATORS["k3"](t))]
     sums += [xp.min(masked(t, mask, math.inf), axis=-1), xp.max(masked(t, mask, -math.inf), axis=-1)]
     sums += [total(x) - padding for x in (xp.maximum(ratio, 1 / ratio), ratio, ratio * ratio)]
@@ -162,7 +164,7 @@ def _piece(batch: Batch, threshold: float, corrected: Corrected | None, rows: sl
     names = [*SUMS, *(SPLIT_SUMS if batch.logp_sync is not None else ()), *(WEIGHT_SUMS if given else ())]
     sums = dict(zip(names, table, strict=True))
     sums["k1"], sums["k2"] = -sums["t"], sums["tt"] / 2
-    if not _on_the_left(batch.mask):
+    if (sums["last"] != sums["n"]).any():  # padding on the left, or holes: columns are not positions
         position = _columns(batch.mask, t)
     unit = "" if not given else ("token" if given[0].shape[1] == batch.mask.shape[1] else "sequence")
     return Summary(sums, position, probability, _above(t, batch.mask, threshold), batch.logp_sync is not None, unit)
@@ -175,12 +177,6 @@ def _shifted(batch: Batch, shift: float, power: float) -> np.ndarray:
     return np.asarray(xp.sum(xp.exp(power * (t - shift)), axis=-1))
 
 
-def _on_the_left(mask: Array) -> bool:
-    """Whether every response starts at column 0 and has no holes, so that columns are positions."""
-    xp = namespace(mask)
-    return not bool(xp.any(mask[:, 1:] & ~mask[:, :-1]))
-
-
 def _columns(mask: Array, t: Array) -> np.ndarray:
     """n, sum and sum of squares of t by position within the response, wherever its tokens stand. (3, T)"""
     xp = namespace(t)
@@ -191,13 +187,18 @@ def _columns(mask: Array, t: Array) -> np.ndarray:
 
 
 def _above(t: Array, mask: Array, threshold: float) -> np.ndarray:
-    return np.asarray(t[mask & (t > threshold) if threshold > -math.inf else mask], np.float64)
+    chosen = np.flatnonzero(np.asarray(mask & (t > threshold) if threshold > -math.inf else mask))
+    return np.asarray(t).ravel()[chosen].astype(np.float64)
 
 
 def _likely_floor(batch: Batch, need: int, n: int) -> float:
-    """A log weight that a little more than `need` of the n tokens exceed, from one token in 64; -inf where few."""
+    """A log weight that a little more than `need` of the n tokens exceed, from one token in 64; -inf where few.
+
+    Whole cache lines of some responses cost less than single tokens of all; a bad guess costs a second pass.
+    """
     if n < 2**17:
         return -math.inf
-    thin = Batch(batch.logp_train[:, ::64], batch.logp_rollout[:, ::64], batch.mask[:, ::64], batch.advantage[:, :1])
+    some = batch.rows(slice(None, None, 16))
+    thin = Batch(some.logp_train[:, ::4], some.logp_rollout[:, ::4], some.mask[:, ::4], some.advantage[:, :1])
     seen = np.sort(_above(detach(thin.total), thin.mask, -math.inf))
     return float(seen[max(0, int(len(seen) * (1 - 1.3 * need / n)) - 30)]) if len(seen) else -math.inf
