@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from arviz_stats.base.array import array_stats
 
 from sandbox import ratios
 from sandbox.arrays import Array, detach, logsumexp, masked, masked_mean, namespace
@@ -149,6 +148,8 @@ def pareto_k(log_weight: Array, n: int | None = None) -> float:
         return math.nan
     if largest[-1] - largest[0] < 1e-12:
         return -math.inf
+    from arviz_stats.base.array import array_stats  # here: importing it takes longer than the rest of the sandbox
+
     # arviz takes log likelihoods, the negative of log weights; so small an r_eff makes its tail a fifth of x, ours
     r_eff: Any = 1e-9
     return float(array_stats.psislw(-x, r_eff=r_eff)[1])
