@@ -2,43 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from benchmarks import exact, plain
+from benchmarks import corrections, exact, plain
+from benchmarks.clock import best
 from sandbox import problems, simulate
-from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS
-from sandbox.diagnostics import ess, sequence_log_weight
-
-
-def best(work: Callable[[], object], repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of the fastest of several calls."""
-    times = []
-    for _ in range(repeats):
-        start = clock()
-        work()
-        times.append(clock() - start)
-    return min(times)
-
-
-def corrections() -> None:
-    """Weights of each correction on [512, 4096] float32 torch tokens, in passes of one element-wise addition."""
-    rng = np.random.default_rng(0)
-    rollout = torch.tensor(-rng.exponential(size=(512, 4096)), dtype=torch.float32)
-    train = torch.minimum(
-        rollout + 0.02 * torch.randn(rollout.shape, generator=torch.Generator().manual_seed(0)), rollout * 0
-    )
-    batch = Batch(train, rollout, torch.ones(rollout.shape, dtype=torch.bool), torch.ones(512, 1), rollout)
-    addition = best(lambda: train + rollout)
-    print(f"corrections on [512, 4096], in passes of one addition ({addition * 1e3:.1f} ms)")
-    for name, correction in CORRECTIONS.items():
-        if not correction.centres:
-            print(f"  {name:8} {best(lambda c=correction: c(batch)) / addition:6.1f}")
-    print(f"  {'ESS':8} {best(lambda: ess(sequence_log_weight(batch, 'lag'))) / addition:6.1f}")
 
 
 def simulator(runs: int = 64, steps: int = 200) -> None:
@@ -69,6 +41,7 @@ def simulator(runs: int = 64, steps: int = 200) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    corrections()
+    corrections.main()
+    corrections.top_k()
     simulator()
     exact.main()

@@ -8,7 +8,7 @@ stand here: logsumexp, log_softmax and detach. Masks go through `where`, never t
 import math
 from typing import Any
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_numpy_array
 
 Array = Any  # numpy.ndarray or torch.Tensor; the standard has no common static type
 
@@ -16,6 +16,14 @@ Array = Any  # numpy.ndarray or torch.Tensor; the standard has no common static 
 def namespace(*arrays: Array | float | None) -> Any:
     """The array namespace that the given arrays share; Python numbers and None are ignored."""
     return array_namespace(*[a for a in arrays if not isinstance(a, int | float | None)])
+
+
+def widen(x: Array) -> Array:
+    """`x` in the precision that is computed in: float64 for numpy, at least float32 for torch (bfloat16, float16)."""
+    xp = namespace(x)
+    if is_numpy_array(x):
+        return xp.astype(x, xp.float64, copy=False)
+    return xp.astype(x, xp.float32) if xp.finfo(x.dtype).bits < 32 else x
 
 
 def detach(x: Array) -> Array:
@@ -34,11 +42,18 @@ def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
     return xp.where(mask, x, xp.asarray(fill, dtype=x.dtype, device=x.device))
 
 
-def masked_mean(x: Array, mask: Array) -> Array:
+def count(mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+    """How many entries of `mask` hold, counted in integers: float32 cannot count beyond 2^24."""
+    xp = namespace(mask)
+    return xp.sum(xp.astype(mask, xp.int64), axis=axis, keepdims=keepdims)
+
+
+def masked_mean(x: Array, mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
     """Mean of `x` over the entries where `mask` holds; 0 where none does."""
     xp = namespace(x, mask)
-    count = xp.sum(xp.astype(mask, x.dtype))
-    return xp.sum(masked(x, mask)) / xp.maximum(count, xp.ones_like(count))
+    n = count(mask, axis, keepdims)
+    n = xp.astype(xp.where(n > 0, n, xp.ones_like(n)), x.dtype)
+    return xp.sum(masked(x, mask), axis=axis, keepdims=keepdims) / n
 
 
 def logsumexp(x: Array, axis: int = -1, keepdims: bool = False) -> Array:

@@ -1,12 +1,14 @@
 """Run descriptions: TOML into frozen dataclasses and back into plain data for run.json.
 
 A correction is written as a preset's name, `correction = "dlc"`, or as a table that changes some of its fields,
-`correction = {preset = "dlc", cap = 3.0}`; a resync rule likewise. Unknown keys are errors. `inf` is TOML's own inf.
+`correction = {preset = "dlc", cap = 3.0}`; a resync rule likewise. A preset may also be a rule's class:
+`{preset = "Compose", rules = [{preset = "Truncate", on = "discrepancy"}, "opsm"]}`. Unknown keys are errors. `inf` is
+TOML's own inf.
 """
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -14,14 +16,15 @@ import cattrs
 from cattrs.errors import BaseValidationError
 from cattrs.v import format_exception, transform_error
 
-from sandbox.corrections import CORRECTIONS, Correction
+from sandbox import presets
+from sandbox.corrections import Correction
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, Resync
 
 T = TypeVar("T")
 
 CONVERTER = cattrs.Converter(forbid_extra_keys=True)
-PRESETS: dict[type, Mapping[str, Any]] = {Correction: CORRECTIONS, Resync: RESYNCS}
+PRESETS: dict[type, Mapping[str, Any]] = {Correction: presets.PRESETS | presets.RULES, Resync: RESYNCS}
 
 
 def load(path: Path, cls: type[T]) -> T:
@@ -62,10 +65,10 @@ def resolved(config: Any) -> dict[str, Any]:
 
 def preset(name: str, kind: type) -> Any:
     """The preset of that name ("dlc", "ess_below", ...); BadInput listing the known ones."""
-    presets = PRESETS[kind]
-    if name not in presets:
-        raise BadInput(f"unknown {kind.__name__.lower()} {name!r}, known: {', '.join(presets)}")
-    return presets[name]
+    known = PRESETS[kind]
+    if name not in known:
+        raise BadInput(f"unknown {kind.__name__.lower()} {name!r}, known: {', '.join(known)}")
+    return known[name]
 
 
 def _structure_preset(value: Any, kind: type) -> Any:
@@ -78,13 +81,17 @@ def _structure_preset(value: Any, kind: type) -> Any:
     unknown = changed.keys() - {field.name for field in fields(base)}
     if unknown:
         raise BadInput(f"unknown key {', '.join(sorted(unknown))} in {kind.__name__.lower()} {value['preset']!r}")
-    return CONVERTER.structure(asdict(base) | changed, type(base))
+    return CONVERTER.structure(_plain(base) | changed, type(base))
 
 
 def _unstructure_preset(value: Any, kind: type) -> dict[str, Any]:
     named = [name for name, known in PRESETS[kind].items() if type(known) is type(value)]
     exact = [name for name in named if PRESETS[kind][name] == value]
-    return {"preset": (exact or named)[0], **asdict(value)}
+    return {"preset": (exact or named)[0], **_plain(value)}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {f.name: CONVERTER.unstructure(getattr(value, f.name), unstructure_as=f.type) for f in fields(value)}
 
 
 def _structure_scalar(value: Any, kind: type) -> Any:

@@ -1,10 +1,14 @@
-"""Diagnostics of a batch: effective sample size, Renyi-2, KL estimators, the split of the token error into d and g.
+"""Diagnostics of a batch: effective sample size, Renyi-2, KL estimators, Pareto k, the split of the token error.
 
 Every number here is of RAW weights unless its name says otherwise. Units: nats. "sequence" is the product over tokens.
+`health.report` gives all of them at once.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from sandbox import ratios
 from sandbox.arrays import Array, detach, logsumexp, masked, masked_mean, namespace
@@ -63,6 +67,112 @@ def renyi2(log_weight: Array) -> Array:
     return -namespace(log_weight).log(ess(log_weight))
 
 
+def chi2(log_weight: Array) -> Array:
+    """Sample chi-squared divergence of self-normalised weights, 1 / ESS - 1. (..., n) -> (...)
+
+    verl's chi2 is mean(w^2) - 1 instead, which also moves with the mean weight.
+    """
+    return 1 / ess(log_weight) - 1
+
+
+def resamples(rng: np.random.Generator, size: int, group: Array | None = None, replicates: int = 400) -> np.ndarray:
+    """How often each response occurs in each bootstrap replicate, responses of one prompt drawn together.
+
+    Args:
+        size: number of responses, B.
+        group: prompt of each; without it each is its own. int (B,)
+    Returns: float (replicates, B)
+    """
+    index = np.arange(size) if group is None else np.unique(np.asarray(group), return_inverse=True)[1]
+    groups = int(index.max()) + 1 if size else 0
+    drawn = rng.integers(max(groups, 1), size=(replicates, groups), dtype=np.int32)
+    drawn += (groups * np.arange(replicates, dtype=np.int32))[:, None]
+    times = np.bincount(drawn.ravel(), minlength=replicates * groups).reshape(replicates, groups)
+    return times[:, index].astype(np.float64)
+
+
+def ess_interval(log_weight: Array, times: np.ndarray, level: float = 0.9) -> tuple[float, float]:
+    """Percentile bootstrap interval of `ess`; (nan, nan) where undefined.
+
+    Flattering where tails are heavy, as ESS itself is in a small sample: read it with `pareto_k`.
+
+    Args:
+        log_weight: raw log weights, one a response. (B,)
+        times: `resamples`. (replicates, B)
+    """
+    log_weight = np.asarray(log_weight, np.float64)
+    alive = np.isfinite(log_weight)
+    if not alive.any():
+        return math.nan, math.nan
+    w = np.exp(log_weight - log_weight[alive].max())
+    return bootstrap_ess(times, np.ones(len(w)), w, w**2, level)
+
+
+def bootstrap_ess(
+    times: np.ndarray, n: np.ndarray, once: np.ndarray, twice: np.ndarray, level: float = 0.9
+) -> tuple[float, float]:
+    """The same from per-response sums: how many weights, their sum, the sum of their squares. (B,) each."""
+    count, first, second = (times @ np.stack([n, once, twice], axis=1)).T
+    live = count * second > 0  # a draw of nothing but zero weights has no ESS
+    if not live.any():
+        return math.nan, math.nan
+    value = np.sort(first[live] ** 2 / (count * second)[live])
+    low, high = np.quantile(value, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def pareto_tail(n: int) -> int:
+    """How many of n weights the Pareto fit looks at: n / 5, from 225 on 3 sqrt n, rounded down (as arviz has it)."""
+    return n // 5 if n <= 225 else int(3 * math.sqrt(n))
+
+
+def pareto_k(log_weight: Array, n: int | None = None) -> float:
+    """Shape k of a generalised Pareto fit to the largest weights (PSIS, arXiv 1507.02646); the variance is finite for
+    k < 1/2, and estimates are worthless above `pareto_k_limit`.
+
+    -inf where the whole tail is one value (equal weights: on-policy); nan for fewer than 25 weights, a tail that
+    reaches down to weights of 0 (they stay in n), or a weight that is nan or infinite.
+
+    Args:
+        log_weight: raw log weights, one a unit. (m,)
+        n: how many there are, where `log_weight` holds only the largest of them, at least 5 `pareto_tail(n)`.
+    """
+    x = np.asarray(log_weight, np.float64)
+    n = len(x) if n is None else n
+    tail = pareto_tail(n)
+    if tail < 5 or np.isnan(x).any() or np.isposinf(x).any():
+        return math.nan
+    x = np.sort(np.partition(x, len(x) - 5 * tail)[-5 * tail :])
+    largest = x[-tail:]
+    if np.isneginf(largest[0]):
+        return math.nan
+    if largest[-1] - largest[0] < 1e-12:
+        return -math.inf
+    from arviz_stats.base.array import array_stats  # here: importing it takes longer than the rest of the sandbox
+
+    # arviz takes log likelihoods, the negative of log weights; so small an r_eff makes its tail a fifth of x, ours
+    r_eff: Any = 1e-9
+    return float(array_stats.psislw(-x, r_eff=r_eff)[1])
+
+
+def pareto_k_limit(n: int) -> float:
+    """min(1 - 1/log10 n, 0.7): above it n weights are too few for their mean to be trusted. nan for n < 2."""
+    return min(1 - 1 / math.log10(n), 0.7) if n > 1 else math.nan
+
+
+def top_share(log_weight: Array, fraction: float = 0.01) -> float:
+    """Share of the total weight that the largest `fraction` of the units holds (at least one unit). nan if undefined.
+
+    Args:
+        log_weight: raw log weights. (n,)
+    """
+    x = np.sort(np.asarray(log_weight, np.float64))
+    if not len(x) or not np.isfinite(x[-1]):
+        return math.nan
+    w = np.exp(x - x[-1])
+    return float(w[-math.ceil(fraction * len(x)) :].sum() / w.sum())
+
+
 def sequence_log_weight(batch: Batch, source: str = "total") -> Array:
     """Raw log weight of each response: the sum over its tokens of t ("total"), g ("lag") or d ("discrepancy"). (B,)"""
     if source not in ("total", "lag", "discrepancy"):
@@ -75,10 +185,8 @@ def kl_sampler_train(batch: Batch) -> dict[str, float]:
 
     k1 and k3 are unbiased, k3 is never negative, k2 is biased. t = log pi - log q.
     """
-    xp = namespace(batch.logp_train)
     t = detach(batch.total)
-    estimators = {"k1": -t, "k2": t * t / 2, "k3": xp.exp(t) - 1 - t}
-    return {name: float(masked_mean(value, batch.mask)) for name, value in estimators.items()}
+    return {name: float(masked_mean(ratios.ESTIMATORS[name](t), batch.mask)) for name in ("k1", "k2", "k3")}
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,20 @@ def token_weight(name: str, pi: float, mu: float, q: float, advantage: float) ->
     if name == "ppo":
         clipped = (advantage > 0 and rho > 1.2) or (advantage < 0 and rho < 0.8)
         return 0.0 if clipped else rho
-    if name == "cis":  # in log-odds, as THEORY section 7 defines it
+    if name == "ppo_dual":
+        return 0.0 if advantage < 0 and rho > 3.0 else token_weight("ppo", pi, mu, q, advantage)
+    if name == "cispo":
+        return min(max(rho, 0.8), 1.2)
+    if name == "dppo":
+        too_far = pi - q > 0.2 if advantage > 0 else pi - q < -0.2
+        return 0.0 if too_far else rho
+    if name == "dppo_kl":
+        kl = q * math.log(q / pi) + (1 - q) * math.log((1 - q) / (1 - pi))
+        return 0.0 if kl > 0.05 and (pi > q if advantage > 0 else pi < q) else rho
+    if name in ("cis", "cis_raised"):  # in log-odds, as THEORY section 7 defines it
         odds_q, odds_pi = q / (1 - q), pi / (1 - pi)
         odds = odds_q * min(odds_pi / odds_q, 2.0)
+        odds = max(odds, odds_q / 2.0) if name == "cis_raised" else odds
         return odds / (1 + odds) / q
     if name == "dlc":
         return min(pi / mu, 2.0)
@@ -114,8 +125,17 @@ def weights(name: str, pi: np.ndarray, mu: np.ndarray, q: np.ndarray, e: Episode
         "seq_mis": rho if rho <= 2.0 else 0.0,
         "seq_dlc": min(lag, 2.0),
     }
+    geometric = rho ** (1 / len(e))
+    sequence["geo_tis"] = min(geometric, 2.0)
+    sequence["geo_mis"] = geometric if 0.99 <= geometric <= 1.01 else 0.0
+    clipped = (advantage > 0 and geometric > 1.0004) or (advantage < 0 and geometric < 0.9997)
+    sequence["gspo"] = 0.0 if clipped else geometric
+    sequence["opsm"] = 0.0 if advantage < 0 and -math.log(geometric) > 0.1 else 1.0
     if name in sequence:
         return [sequence[name]] * len(e)
+    if name == "prefix_tis":
+        so_far = [math.exp(log_prob(pi, e[: t + 1]) - log_prob(q, e[: t + 1])) for t in range(len(e))]
+        return [min(x, 2.0) for x in so_far]
     return [token_weight(name, math.exp(pi[x]), math.exp(mu[x]), math.exp(q[x]), advantage) for x in e]
 
 

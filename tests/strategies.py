@@ -73,12 +73,13 @@ def batches(draw: st.DrawFn) -> Batch:
     mask = draw(arrays(bool, shape))
     logits = draw(arrays(float, (*shape, vocabulary), elements=st.floats(-1, 2, allow_subnormal=False)))
     fields = {}
-    for name, low, high in (("rollout", -0.0, 0.0), ("sync", -0.4, 0.8), ("train", -0.5, 1.5)):
+    for name, low, high in (("rollout", -0.0, 0.0), ("sync", -0.4, 0.8), ("old", -0.3, 0.6), ("train", -0.5, 1.5)):
         logits = logits + draw(arrays(float, logits.shape, elements=st.floats(low, high, allow_subnormal=False)))
         every = log_policy(logits)
         drawn = np.take_along_axis(every, token[..., None], axis=-1)[..., 0]
         junk = draw(st.sampled_from([np.nan, -np.inf, -9999.0]))
-        fields[f"logp_{name}_all"] = np.where(mask[..., None], every, junk)
+        if name != "old":
+            fields[f"logp_{name}_all"] = np.where(mask[..., None], every, junk)
         fields[f"logp_{name}"] = np.where(mask, drawn, junk)
     advantage = draw(arrays(float, (shape[0], 1), elements=st.floats(-1, 3, allow_subnormal=False)))
     return Batch(mask=mask, advantage=advantage, **fields)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from sandbox.arrays import logsumexp
-from sandbox.batch import Batch, check
+from sandbox.batch import Batch, check, chunks, pack, unpack
 from sandbox.errors import BadInput
+from sandbox.presets import PRESETS
 from tests.strategies import batches
 
 GOOD = Batch(
@@ -74,3 +76,73 @@ def test_logsumexp(convert):
     result = np.asarray(logsumexp(x))
     np.testing.assert_allclose(result, [-1000 + math.log(4), -math.inf, 2.0])
     assert logsumexp(x, axis=0, keepdims=True).shape == (1, 2)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_packed_responses_are_corrected_like_unpacked_ones(batch: Batch, random):
+    """Lay several responses into rows of one packed batch, in random order with gaps: nothing crosses a border."""
+    rows = list(range(len(batch.mask)))
+    random.shuffle(rows)
+    cut = random.randint(1, len(rows))
+    lines = [line for line in (rows[:cut], rows[cut:]) if line]
+    width = batch.mask.shape[1]
+    length = max(map(len, lines)) * width
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    fields["advantage"] = np.broadcast_to(fields["advantage"], batch.mask.shape)
+    segment = np.full((len(lines), length), -7)
+    packed = {}
+    for name, value in fields.items():
+        if value is not None:
+            packed[name] = np.full((len(lines), length, *value.shape[2:]), 0 if name == "mask" else np.nan, value.dtype)
+            for i, line in enumerate(lines):
+                packed[name][i, : len(line) * width] = value[line].reshape(-1, *value.shape[2:])
+    for i, line in enumerate(lines):
+        segment[i, : len(line) * width] = np.repeat(line, width)
+    if not batch.mask.any():
+        with pytest.raises(BadInput, match="mask has no counted token"):
+            unpack(Batch(**packed), segment)
+        return
+    alone = unpack(Batch(**packed), segment)
+    for convert in (np.asarray, torch.tensor):
+        given = Batch(**{name: convert(value) for name, value in packed.items()})
+        apart = unpack(given, convert(segment))
+        np.testing.assert_array_equal(apart.mask, alone.mask)
+        for name in ("seq_tis", "prefix_tis", "tis", "slime.mis"):
+            weight = np.ones(batch.mask.shape) * PRESETS[name](batch).weight
+            expected = np.zeros(segment.shape)
+            for i, line in enumerate(lines):
+                expected[i, : len(line) * width] = np.where(batch.mask, weight, 0.0)[line].ravel()
+            again = pack(PRESETS[name](apart).weight, given, convert(segment))
+            np.testing.assert_allclose(np.asarray(again), expected, rtol=1e-12, err_msg=name)
+
+
+def test_unpack_keeps_order_gradient_and_versions():
+    logp = torch.tensor([[-1.0, -2.0, -3.0, math.nan], [-4.0, -5.0, -6.0, -7.0]], requires_grad=True)
+    packed = Batch(
+        logp, logp.detach(), torch.tensor([[True, True, True, False], [True] * 4]), torch.tensor([[1.0], [2.0]]),
+        version_rollout=torch.tensor([[3, 3, 4, 0], [5, 5, 5, 6]]), version_train=6,
+    )  # fmt: skip
+    apart = unpack(packed, torch.tensor([[9, 9, 2, 2], [1, 1, 9, 9]]))
+    rows = [[-1.0, -2.0], [-3.0], [-4.0, -5.0], [-6.0, -7.0]]
+    assert [apart.logp_train[i][apart.mask[i]].tolist() for i in range(4)] == rows
+    assert apart.advantage[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert apart.version_rollout[3].tolist() == [5, 6]  # type: ignore[index]
+    assert apart.version_train == 6
+    apart.logp("logp_train").sum().backward()
+    assert logp.grad.tolist() == [[1.0, 1.0, 1.0, 0.0], [1.0] * 4]  # type: ignore[union-attr]
+    with pytest.raises(BadInput, match=r"segment has shape \(2, 3\)"):
+        unpack(packed, torch.zeros(2, 3))
+
+
+def test_chunks_are_the_batch():
+    pieces = list(chunks(GOOD, tokens=3))
+    assert [p.mask.shape for p in pieces] == [(1, 3), (1, 3)]
+    np.testing.assert_array_equal(np.concatenate([p.logp_train for p in pieces]), GOOD.logp_train)
+    assert len(list(chunks(GOOD.rows(slice(0, 0))))) == 1
+
+
+def test_versions_may_be_per_token():
+    mixed = dataclasses.replace(GOOD, version_rollout=np.array([[3, 4, 0], [4, 4, 4]]))
+    assert check(mixed) is mixed
+    with pytest.raises(BadInput, match=r"version_rollout\[0, 1\] is newer"):
+        check(dataclasses.replace(GOOD, version_rollout=np.array([[3, 5, 0], [4, 4, 4]])))

@@ -1,4 +1,7 @@
-"""Contract, values and gradients of every correction: slow scalar loops, numpy against torch, exact unbiasedness."""
+"""Contract, values and gradients of every preset: slow scalar loops, numpy against torch, invariances.
+
+The properties run over all presets inside one example: drawing a batch costs more than correcting it.
+"""
 
 import dataclasses
 import math
@@ -12,12 +15,15 @@ from hypothesis import strategies as st
 from sandbox import losses, ratios
 from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
-from sandbox.corrections import CIS, CORRECTIONS, DLC, Correction, Mask, PPOClip, Truncate
+from sandbox.corrections import CIS, CORRECTIONS, DLC, Compose, Correction, Mask, PPOClip, TimesEss, Truncate, in_chunks
 from sandbox.errors import BadInput
+from sandbox.presets import PRESETS, RULES
+from sandbox.rejections import Divergence
 from tests import reference
 from tests.strategies import batches
 
-every_correction = pytest.mark.parametrize("name", CORRECTIONS)
+every_correction = pytest.mark.parametrize("name", PRESETS)
+MIX = {"snis", "slime.mis"}  # their weights depend on the whole batch
 
 
 def as_torch(batch: Batch, gradient: bool = False) -> Batch:
@@ -31,8 +37,10 @@ def as_torch(batch: Batch, gradient: bool = False) -> Batch:
 
 
 def on_policy(batch: Batch) -> Batch:
-    fields = {f"logp_{who}": batch.logp_rollout for who in ("train", "sync")}
-    return dataclasses.replace(batch, **fields, **{f"{name}_all": batch.logp_rollout_all for name in fields})
+    fields = {f"logp_{who}": batch.logp_rollout for who in ("train", "sync", "old")}
+    return dataclasses.replace(
+        batch, **fields, logp_train_all=batch.logp_rollout_all, logp_sync_all=batch.logp_rollout_all
+    )
 
 
 def rows(batch: Batch, index: np.ndarray) -> Batch:
@@ -40,14 +48,22 @@ def rows(batch: Batch, index: np.ndarray) -> Batch:
     return Batch(**{name: value[index] if value is not None else None for name, value in values.items()})
 
 
-@every_correction
-@given(batch=batches())
-def test_contract(name: str, batch: Batch):
-    correction = CORRECTIONS[name]
+@pytest.mark.parametrize("correction", [*PRESETS.values(), *RULES.values()], ids=repr)
+def test_a_correction_is_data(correction: Correction):
     assert isinstance(correction, Correction)
     hash(correction)
+    assert eval(repr(correction), {type(r).__name__: type(r) for r in RULES.values()} | {"inf": math.inf}) == correction
     with pytest.raises(dataclasses.FrozenInstanceError):
         correction.cap = 3.0  # type: ignore[attr-defined]
+
+
+@given(batch=batches())
+def test_contract(batch: Batch):
+    for correction in PRESETS.values():
+        holds_the_contract(correction, batch)
+
+
+def holds_the_contract(correction: Correction, batch: Batch) -> None:
     before = {
         f.name: np.array(getattr(batch, f.name))
         for f in dataclasses.fields(batch)
@@ -72,19 +88,17 @@ def test_contract(name: str, batch: Batch):
         assert centre == 0.0
 
 
-@every_correction
 @given(batch=batches())
-def test_without_mismatch_every_correction_is_the_identity(name: str, batch: Batch):
-    weight, keep, centre = CORRECTIONS[name](on_policy(batch))
-    np.testing.assert_allclose(weight, 1, rtol=1e-12)
-    np.testing.assert_array_equal(keep, batch.mask)
-    np.testing.assert_allclose(centre, 0, atol=1e-12)
+def test_without_mismatch_every_correction_is_the_identity(batch: Batch):
+    for name, correction in PRESETS.items():
+        weight, keep, centre = correction(on_policy(batch))
+        np.testing.assert_allclose(weight, 1, rtol=1e-12, err_msg=name)
+        np.testing.assert_array_equal(keep, batch.mask)
+        np.testing.assert_allclose(centre, 0, atol=1e-12)
 
 
-@every_correction
 @given(batch=batches(), data=st.data())
-def test_masked_places_and_the_order_of_responses_do_not_matter(name: str, batch: Batch, data):
-    weight, keep, centre = CORRECTIONS[name](batch)
+def test_masked_places_padding_side_order_and_chunks_do_not_matter(batch: Batch, data):
     junk = data.draw(st.sampled_from([0.0, 1.0, 7.5, np.nan, -np.inf]))
     changed = {
         f.name: np.where(
@@ -93,43 +107,71 @@ def test_masked_places_and_the_order_of_responses_do_not_matter(name: str, batch
         for f in dataclasses.fields(batch)
         if f.name.startswith("logp_") and getattr(batch, f.name) is not None
     }
-    again = CORRECTIONS[name](dataclasses.replace(batch, **changed))
+    filled = dataclasses.replace(batch, **changed)
     order = np.array(data.draw(st.permutations(range(len(batch.mask)))))
-    moved = CORRECTIONS[name](rows(batch, order))
-    counted = batch.mask if weight.shape == batch.mask.shape else batch.mask[:, :1] | True
-    np.testing.assert_array_equal(again.weight[counted], weight[counted])
-    np.testing.assert_array_equal(again.keep, keep)
-    np.testing.assert_array_equal(again.centre, centre)
-    np.testing.assert_array_equal(moved.weight, weight[order])
-    np.testing.assert_array_equal(moved.keep, keep[order])
+    back, columns = np.argsort(order), batch.mask.shape[1]
+    more = data.draw(st.integers(1, 3))  # columns of padding, on either side
+    padded = {side: widened(batch, side, more, junk) for side in ((more, 0), (0, more))}
+    for name, correction in PRESETS.items():
+        weight, keep, centre = correction(batch)
+        per_token = weight.shape == batch.mask.shape
+        counted = batch.mask if per_token else batch.mask.any(-1, keepdims=True)
+
+        def same(other, of=lambda x: x, weight=weight, keep=keep, counted=counted, name=name):
+            np.testing.assert_allclose(of(other.weight)[counted], weight[counted], rtol=1e-12, err_msg=name)
+            np.testing.assert_array_equal(of(other.keep), keep, err_msg=name)
+
+        again = correction(filled)
+        same(again)
+        np.testing.assert_array_equal(again.centre, centre)
+        same(correction(rows(batch, order)), lambda x: x[back])
+        for (left, _), wider in padded.items():
+            same(correction(wider), lambda x, left=left: x if x.shape[1] == 1 else x[:, left:][:, :columns])
+        if name not in MIX:
+            same(in_chunks(correction, batch, tokens=7))
 
 
-@every_correction
+def widened(batch: Batch, side: tuple[int, int], more: int, junk: float) -> Batch:
+    """The batch with masked columns before or after, which hold anything."""
+    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    for name, value in values.items():
+        if value is not None and value.ndim >= 2 and name != "advantage":
+            width = [(0, 0), side, *[(0, 0)] * (value.ndim - 2)]
+            values[name] = np.pad(value, width, constant_values=False if name == "mask" else junk)
+    return Batch(**values)
+
+
 @given(batch=batches())
-def test_numpy_equals_torch_and_nothing_carries_a_gradient(name: str, batch: Batch):
-    ours, theirs = CORRECTIONS[name](batch), CORRECTIONS[name](as_torch(batch, gradient=True))
-    for a, b in zip(ours, theirs, strict=True):
-        if isinstance(b, torch.Tensor):
-            assert not b.requires_grad
-            np.testing.assert_allclose(b.numpy(), a, rtol=1e-12, atol=1e-12)
-        else:
-            assert a == b
+def test_numpy_equals_torch_and_nothing_carries_a_gradient(batch: Batch):
+    tensors = as_torch(batch, gradient=True)
+    for name, correction in PRESETS.items():
+        for a, b in zip(correction(batch), correction(tensors), strict=True):
+            if isinstance(b, torch.Tensor):
+                assert not b.requires_grad
+                np.testing.assert_allclose(b.numpy(), a, rtol=1e-12, atol=1e-12, err_msg=name)
+            else:
+                assert a == b
 
 
-TOKEN_LEVEL = ["none", "tis", "mis", "icepop", "ppo", "cis", "dlc"]
+SCALAR = ["none", "tis", "mis", "icepop", "ppo", "cis", "dlc", "seq_tis", "seq_mis", "seq_is", "seq_dlc"]
+SCALAR += ["ppo_dual", "cispo", "dppo", "dppo_kl", "cis_raised", "geo_tis", "geo_mis", "prefix_tis", "gspo", "opsm"]
 
 
-@pytest.mark.parametrize("name", TOKEN_LEVEL)
 @given(batch=batches())
-def test_token_weights_against_a_scalar_loop(name: str, batch: Batch):
-    weight = np.broadcast_to(CORRECTIONS[name](batch).weight, batch.mask.shape)
-    for b, t in zip(*np.nonzero(batch.mask), strict=True):
-        pi, mu, q = (np.exp(x[b, t]) for x in (batch.logp_train, batch.logp_sync, batch.logp_rollout))
-        bounds = (0.5, 0.8, 1.2, 2.0, 5.0)
-        if min(abs(pi / q / bound - 1) for bound in bounds) < 1e-9:
-            continue  # on a bound rounding decides
-        expected = reference.token_weight(name, pi, mu, q, float(batch.advantage[b, 0]))
-        np.testing.assert_allclose(weight[b, t], expected, rtol=1e-10)
+def test_weights_against_scalar_loops(batch: Batch):
+    """`reference.weights` reads each response as a chain of one-token states; on a bound rounding decides, so
+    entries where the loop itself jumps within 1e-9 are left out."""
+    wide = {name: np.broadcast_to(PRESETS[name](batch).weight, batch.mask.shape) for name in SCALAR}
+    keep = {name: PRESETS[name](batch).keep for name in SCALAR}
+    for b in range(len(batch.mask)):
+        places = np.flatnonzero(batch.mask[b])
+        pi, mu, q = (x[b, places][:, None] for x in (batch.logp_train, batch.logp_sync, batch.logp_rollout))
+        e, a = [(i, 0) for i in range(len(places))], float(batch.advantage[b, 0])
+        for name in SCALAR if len(places) else ():
+            expected, *near = (reference.weights(name, pi + h, mu, q, e, a) for h in (0.0, 1e-9, -1e-9))
+            steady = np.abs(np.array(near) - expected).max(axis=0) < 1e-6 * (1 + np.abs(expected))
+            ours = np.where(keep[name][b, places], wide[name][b, places], 0.0)
+            np.testing.assert_allclose(ours[steady], np.array(expected)[steady], rtol=1e-9, err_msg=name)
 
 
 @given(batch=batches())
@@ -218,12 +260,12 @@ def test_dlc_says_which_field_is_missing(field: str):
 
 def test_unknown_level():
     with pytest.raises(BadInput, match="level is 'segment'"):
-        ratios.at_level(np.zeros((1, 1)), "segment")
+        ratios.at_level(np.zeros((1, 1)), "segment", np.ones((1, 1), bool))
 
 
 @every_correction
-@pytest.mark.parametrize("denominator", losses.DENOMINATORS)
-def test_gradient_of_the_loss_is_minus_the_update(name: str, denominator: str):
+@pytest.mark.parametrize("denominator", [*losses.DENOMINATORS, 7])
+def test_gradient_of_the_loss_is_minus_the_update(name: str, denominator: str | float):
     """Autograd through torch against finite differences of nothing but the logits, weights held where they are."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(2, 3, 4))
@@ -245,9 +287,9 @@ def test_gradient_of_the_loss_is_minus_the_update(name: str, denominator: str):
 
     theta = torch.tensor(logits, requires_grad=True)
     batch = batch_of(theta.log_softmax(-1))
-    corrected = CORRECTIONS[name](batch)
+    corrected = PRESETS[name](batch)
     losses.reinforce(batch, corrected, denominator).backward()
-    count = {"fixed": mask.sum(), "kept": corrected.keep.sum().item(), "responses": 2}[denominator]
+    count = {"fixed": mask.sum(), "kept": max(corrected.keep.sum().item(), 1), "responses": 2, 7: 7}[denominator]
     expected = np.zeros_like(logits)
     pi = np.exp(log_softmax(logits))
     weight = np.broadcast_to(corrected.weight.numpy(), mask.shape)
@@ -277,7 +319,7 @@ def test_placeholders_give_a_finite_gradient_and_an_empty_batch_none(name: str):
             train[..., 0], other[..., 0], mask, torch.ones(2, 1), other[..., 0],
             logp_train_all=train, logp_sync_all=other, logp_rollout_all=other,
         )  # fmt: skip
-        loss = losses.reinforce(batch, CORRECTIONS[name](batch))
+        loss = losses.reinforce(batch, PRESETS[name](batch))
         loss.backward()
         assert torch.isfinite(train.grad).all()  # type: ignore[arg-type]
         if not mask.any():
@@ -289,3 +331,87 @@ def test_unknown_denominator():
     batch = two_tokens(0.1)
     with pytest.raises(BadInput, match="denominator is 'mean'"):
         losses.reinforce(batch, CORRECTIONS["none"](batch), "mean")
+
+
+def test_a_composition_multiplies_weights_and_ands_masks():
+    """Discrepancy handling times lag handling: TIS of mu/q at 2 times pi/mu is not TIS of pi/q."""
+    q, mu, pi = (np.log([[a, b]]) for a, b in ((0.1, 0.2), (0.4, 0.3), (0.2, 0.6)))
+    batch = Batch(pi, q, np.ones((1, 2), bool), np.ones((1, 1)), mu)
+    both = Compose((Truncate("token", 2.0, "discrepancy"), Truncate("token", math.inf, "lag")))(batch)
+    np.testing.assert_allclose(both.weight, [[2.0 * 0.5, 1.5 * 2.0]])
+    masked = Compose((Mask("token", 0.0, 3.0, "discrepancy"), Mask("token", 0.6, 9.0, "lag")))(batch)
+    assert masked.keep.tolist() == [[False, True]]  # mu/q = 4 and pi/mu = 1/2 reject the first token
+    with pytest.raises(BadInput, match="rules: two of them centre"):
+        Compose((DLC(), DLC()))
+
+
+def test_a_weight_of_zero_survives_an_infinite_one():
+    batch = Batch(np.array([[-1.0]]), np.array([[-2000.0]]), np.ones((1, 1), bool), np.ones((1, 1)))
+    with np.errstate(over="ignore"):
+        zero = Compose((Mask("token", 0.0, 2.0), Truncate("token", math.inf)))(batch)
+    assert zero.weight.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("on", ["total", "lag", "discrepancy", "behaviour", "drift"])
+def test_every_log_ratio_is_numerator_minus_denominator(on: str):
+    logs = {"train": -1.0, "sync": -1.5, "old": -2.5, "rollout": -4.5}
+    batch = Batch(
+        *(np.array([[logs[k]]]) for k in ("train", "rollout")), np.ones((1, 1), bool), np.ones((1, 1)),
+        np.array([[logs["sync"]]]), np.array([[logs["old"]]]),
+    )  # fmt: skip
+    expected = {"total": 3.5, "lag": 0.5, "discrepancy": 3.0, "behaviour": 2.0, "drift": 1.5}[on]
+    assert batch.log_ratio(on).item() == expected
+    assert Truncate("token", math.inf, on)(batch).weight.item() == math.exp(expected)  # type: ignore[arg-type]
+    unanchored = dataclasses.replace(batch, logp_old=None)
+    assert unanchored.log_ratio("drift").item() == 0.0
+    assert unanchored.log_ratio("behaviour").item() == 3.5
+    with pytest.raises(BadInput, match="log ratio is 'old', expected one of total"):
+        batch.log_ratio("old")
+
+
+@given(batch=batches(), level=st.sampled_from(["token", "sequence", "geometric", "prefix"]))
+def test_normalised_weights_have_mean_one_and_no_scale(batch: Batch, level):
+    """Self-normalised weights do not move when every trainer probability of a response is scaled alike."""
+    rule = Truncate(level, math.inf, normalise=True)
+    weight = rule(batch).weight
+    per_token = level in ("token", "prefix")
+    counted = batch.mask if per_token else batch.mask.any(-1, keepdims=True)
+    if counted.any():
+        assert weight[counted].mean() == pytest.approx(1.0, rel=1e-12)
+    if level in ("token", "geometric"):
+        moved = dataclasses.replace(batch, logp_train=batch.logp_train - 3.0)
+        np.testing.assert_allclose(rule(moved).weight[counted], weight[counted], rtol=1e-9)
+
+
+def test_self_normalised_weights_do_not_overflow():
+    rollout = np.full((3, 2), -2000.0)
+    batch = Batch(rollout + np.array([[900.0], [899.5], [-900]]), rollout, np.ones((3, 2), bool), np.ones((3, 1)))
+    total = 1 + math.exp(-1.0)
+    np.testing.assert_allclose(PRESETS["snis"](batch).weight[:, 0], [3 / total, 3 / total / math.e, 0.0])
+
+
+def test_learning_rate_times_ess():
+    assert TimesEss()(0.25) == 0.25
+    assert TimesEss(0.5)(0.25) == 0.5
+    assert TimesEss()(math.nan) == 0.0
+
+
+def test_unknown_estimator_and_aggregate():
+    with pytest.raises(BadInput, match="estimator is 'k4'"):
+        Divergence("k4")
+    with pytest.raises(BadInput, match="aggregate is 'median'"):
+        Divergence(aggregate="median")(two_tokens(0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, np.float16, np.float32])
+def test_low_precision_is_widened_before_anything_is_computed(dtype):
+    """300 tokens of log ratio 2^-6: exact in every input dtype, their sum is not in bfloat16."""
+    rollout = np.full((1, 300), -1.0)
+    fields = (rollout + 2**-6, rollout)
+    if isinstance(dtype, torch.dtype):
+        batch = Batch(*(torch.tensor(x, dtype=dtype) for x in fields), torch.ones(1, 300) > 0, torch.ones(1, 1))
+    else:
+        batch = Batch(*(x.astype(dtype) for x in fields), np.ones((1, 300), bool), np.ones((1, 1)))
+    weight = PRESETS["seq_is"](batch).weight
+    assert float(weight[0, 0]) == pytest.approx(math.exp(300 / 64), rel=1e-6)
+    assert str(weight.dtype).removeprefix("torch.") == ("float32" if isinstance(dtype, torch.dtype) else "float64")

@@ -114,3 +114,75 @@ def test_unknown_source():
     batch = Batch(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), np.ones((1, 1)))
     with pytest.raises(BadInput, match="source is 'old'"):
         diagnostics.sequence_log_weight(batch, "old")
+
+
+# Pareto k, bootstrap, top share.
+
+
+@pytest.mark.parametrize("k", [0.1, 0.3, 0.5, 0.8, 1.2])
+def test_pareto_k_of_exact_pareto_tails(k: float):
+    """w = u^-k has shape k exactly. 20 samples of 4,000: the mean is within .06 (arviz shrinks towards 1/2)."""
+    rng = np.random.default_rng(0)
+    found = [diagnostics.pareto_k(-k * np.log(rng.random(4000))) for _ in range(20)]
+    assert np.mean(found) == pytest.approx(k, abs=0.06)
+    # the wrong sign would say about -1 and "healthy"
+    assert diagnostics.pareto_k(k * np.log(rng.random(4000))) < 0
+
+
+def test_pareto_k_is_arvizs_and_needs_only_the_largest():
+    from arviz_stats.base.array import array_stats
+
+    log_weight = 0.7 * np.random.default_rng(1).standard_t(4, size=3000) + 2.0
+    expected = float(array_stats.psislw(-log_weight)[1])
+    assert diagnostics.pareto_k(log_weight) == pytest.approx(expected, rel=1e-12)
+    largest = np.sort(log_weight)[-5 * diagnostics.pareto_tail(3000) :]
+    assert diagnostics.pareto_k(largest, n=3000) == pytest.approx(expected, rel=1e-12)
+    assert diagnostics.pareto_k(log_weight + 500.0) == pytest.approx(expected, rel=1e-9)
+
+
+def test_pareto_k_by_rule():
+    rng = np.random.default_rng(0)
+    assert diagnostics.pareto_k(np.zeros(100)) == -math.inf  # equal weights: no tail
+    assert math.isnan(diagnostics.pareto_k(rng.normal(size=24)))  # too few
+    assert math.isfinite(diagnostics.pareto_k(rng.normal(size=25)))
+    assert math.isnan(diagnostics.pareto_k(np.array([math.nan, *rng.normal(size=99)])))
+    assert math.isnan(diagnostics.pareto_k(np.array([math.inf, *rng.normal(size=99)])))
+    zeros = np.r_[np.full(60, -math.inf), rng.normal(size=40)]
+    assert math.isfinite(diagnostics.pareto_k(zeros))  # 60 % weights of 0 stay in n
+    assert math.isnan(diagnostics.pareto_k(np.full(100, -math.inf)))
+    assert diagnostics.pareto_k_limit(100) == 0.5
+    assert diagnostics.pareto_k_limit(10**6) == 0.7
+
+
+def test_bootstrap_interval_covers_and_respects_prompts():
+    """90 % intervals of n = 400 light-tailed weights cover the population ESS in at least 78 % of 200 samples."""
+    rng = np.random.default_rng(0)
+    true = math.exp(-(0.4**2))
+    hits = 0
+    for _ in range(200):
+        low, high = diagnostics.ess_interval(
+            0.4 * rng.normal(size=400), diagnostics.resamples(rng, 400, replicates=200)
+        )
+        hits += low <= true <= high
+    assert 156 <= hits <= 196
+    group = np.repeat(np.arange(80), 5)
+    log_weight = 0.5 * rng.normal(size=80)[group]  # one number a prompt: as if n were 80
+    widths = [
+        high - low
+        for low, high in (
+            diagnostics.ess_interval(log_weight, diagnostics.resamples(rng, 400, by, 2000)) for by in (group, None)
+        )
+    ]
+    assert widths[0] == pytest.approx(math.sqrt(5) * widths[1], rel=0.15)
+    counts = diagnostics.resamples(rng, 400, group, 10)
+    assert (counts.sum(axis=1) == 400).all()
+    assert (counts.reshape(10, 80, 5) == counts.reshape(10, 80, 5)[..., :1]).all()
+    assert all(math.isnan(x) for x in diagnostics.ess_interval(np.full(3, -math.inf), np.ones((2, 3))))
+
+
+def test_top_share_and_chi2():
+    assert diagnostics.top_share(np.log(np.r_[np.ones(99), 101.0])) == pytest.approx(101 / 200)
+    assert diagnostics.top_share(np.log([1.0, 3.0])) == 0.75
+    assert math.isnan(diagnostics.top_share(np.zeros(0)))
+    w = np.array([1.0, 2.0, 6.0])
+    assert diagnostics.chi2(np.log(w)) == pytest.approx((w**2).mean() / w.mean() ** 2 - 1)

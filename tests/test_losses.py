@@ -1,0 +1,203 @@
+"""Losses: the gradient is the update, denominators as named, nothing and everything rejected, compiled and vmapped."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from sandbox import losses
+from sandbox.batch import Batch
+from sandbox.corrections import DLC, Compose, Corrected, PPOClip, Truncate
+from sandbox.errors import BadInput
+from sandbox.presets import PRESETS
+from sandbox.rejections import ProbabilityBand
+from tests.strategies import batches
+from tests.test_corrections import as_torch
+
+
+def random_batch(rows: int = 4, width: int = 5, seed: int = 0, vocabulary: int = 4) -> Batch:
+    """Torch, float64, logp_train a leaf with gradient; the masked places hold nan."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(rows, width, vocabulary))
+    every = {}
+    for name, sd in (("rollout", 0.0), ("sync", 0.4), ("old", 0.3), ("train", 0.4)):
+        logits = logits + sd * rng.normal(0.3, 1, size=logits.shape)
+        every[name] = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    token = rng.integers(vocabulary, size=(rows, width, 1))
+    mask = rng.random((rows, width)) < 0.8
+    drawn = {f"logp_{k}": np.take_along_axis(v, token, -1)[..., 0] for k, v in every.items()}
+    drawn = {k: np.where(mask, v, np.nan) for k, v in drawn.items()}
+    whole = {f"logp_{k}_all": v for k, v in every.items() if k != "old"}
+    return as_torch(Batch(mask=mask, advantage=rng.normal(0.2, 1, (rows, 1)), **drawn, **whole), gradient=True)
+
+
+def gradient(loss: torch.Tensor, batch: Batch) -> np.ndarray:
+    return torch.autograd.grad(loss, batch.logp_train)[0].numpy()
+
+
+@pytest.mark.parametrize("on", ["total", "drift", "lag"])
+@pytest.mark.parametrize("level", ["token", "geometric"])
+def test_ppo_has_the_gradient_of_its_correction(on, level):
+    """As a surrogate with a value of its own and as a weight on the score: one gradient (but GSPO's 1/T)."""
+    batch = random_batch(8, 6)
+    clip = PPOClip(0.1, 0.3, dual=1.5, level=level, on=on)
+    behaviour = Truncate("token" if level == "token" else "sequence", 1.2, "behaviour")
+    direct = gradient(losses.ppo(batch, behaviour(batch), clip), batch)
+    both = Compose((behaviour, clip))(batch)
+    if level == "token":
+        np.testing.assert_allclose(gradient(losses.reinforce(batch, both), batch), direct, atol=1e-12)
+        assert (both.weight == 0).any()
+        assert (both.weight > 0).any()
+        return
+    # the weight of sequence s on each token's score; the surrogate's s A summed over its T tokens moves by T (s/T)
+    np.testing.assert_allclose(gradient(losses.reinforce(batch, both), batch), direct, atol=1e-12)
+
+
+def test_ppo_value_by_hand():
+    ratio = np.array([[1.5, 0.5, 1.5, 0.5, 4.0]])
+    a = np.array([[1.0, 1.0, -1.0, -1.0, -1.0]])
+    q = np.full((1, 5), -2.0)
+    batch = Batch(q + np.log(ratio), q, np.ones((1, 5), bool), a)
+    one = PRESETS["none"](batch)
+    assert losses.ppo(batch, one) == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8 - 4.0) / 5)
+    assert losses.ppo(batch, one, PPOClip(dual=3.0)) == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8 - 3.0) / 5)
+    assert losses.ppo(batch, Truncate("token", 2.0)(batch)) == pytest.approx(
+        -(1.5 * 1.2 + 0.5 * 0.5 - 1.5 * 1.5 - 0.5 * 0.8 - 2.0 * 4.0) / 5
+    )
+    with pytest.raises(BadInput, match="clip acts on 'behaviour'"):
+        losses.ppo(batch, one, PPOClip(on="behaviour"))
+
+
+def test_cispo_and_dppo_are_reinforce_with_their_weights():
+    batch = random_batch()
+    for loss, rule in ((losses.cispo(batch), PRESETS["cispo"]), (losses.dppo(batch), PRESETS["dppo"])):
+        np.testing.assert_array_equal(gradient(loss, batch), gradient(losses.reinforce(batch, rule(batch)), batch))
+    band = ProbabilityBand(0.01, 0.01)
+    tight = gradient(losses.dppo(batch, band, cap=1.1), batch)
+    rule = Compose((Truncate("token", 1.1), band))
+    np.testing.assert_array_equal(tight, gradient(losses.reinforce(batch, rule(batch)), batch))
+
+
+def test_prime_rl_penalty_pulls_every_token_towards_the_sampler():
+    batch = random_batch()
+    t = np.where(batch.mask, (batch.logp_train - batch.logp_rollout).detach().numpy(), 0.0)
+    loss = losses.squared_mismatch(batch, 0.1)
+    assert loss.item() == pytest.approx(0.1 * (t**2).sum() / batch.mask.sum().item())
+    np.testing.assert_allclose(gradient(loss, batch), 0.2 * t / batch.mask.sum().item(), atol=1e-15)
+
+
+@given(batch=batches())
+@settings(max_examples=60)
+def test_gradients_equal_finite_differences_with_placeholders_in_place(batch: Batch):
+    """Every loss, with respect to log pi of the drawn tokens; the clip's kinks within 1e-4 are left out."""
+    tensors = as_torch(batch, gradient=True)
+    one = PRESETS["tis"](tensors)
+    total = np.where(batch.mask, np.nan_to_num(batch.logp_train) - np.nan_to_num(batch.logp_rollout), 0.0)
+    smooth = all(np.abs(total - math.log(x)).min() > 1e-4 for x in (0.8, 1.2))
+    rules = {
+        "reinforce": lambda b: losses.reinforce(b, one),
+        "centred": lambda b: losses.reinforce(b, DLC()(tensors), "kept"),
+        "penalty": lambda b: losses.squared_mismatch(b),
+    } | ({"ppo": lambda b: losses.ppo(b, one, denominator="responses")} if smooth else {})
+    for name, loss in rules.items():
+        exact = gradient(loss(tensors), tensors)
+        assert np.isfinite(exact).all(), name
+        assert (exact[~batch.mask] == 0).all(), name
+        for index in list(zip(*np.nonzero(batch.mask), strict=True))[:3]:
+            values = []
+            for h in (1e-6, -1e-6):
+                moved = batch.logp_train.copy()
+                moved[index] += h
+                values.append(float(loss(dataclasses.replace(tensors, logp_train=torch.tensor(moved)))))
+            assert (values[0] - values[1]) / 2e-6 == pytest.approx(exact[index], abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+@pytest.mark.parametrize("denominator", ["fixed", "kept", "responses"])
+@pytest.mark.parametrize("case", ["empty mask", "no response", "all rejected"])
+def test_nothing_to_learn_from_is_loss_zero_gradient_zero(loss: str, denominator: str, case: str):
+    batch = random_batch(0 if case == "no response" else 3)
+    if case == "empty mask":
+        batch = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask))
+    corrected = PRESETS["tis"](batch)
+    if case == "all rejected":
+        corrected = corrected._replace(keep=torch.zeros_like(batch.mask))
+    value = getattr(losses, loss)(batch, corrected, denominator=denominator)
+    assert value.item() == 0.0
+    assert (gradient(value, batch) == 0).all()
+    account = losses.accounts(batch, corrected)
+    expected = "every token is rejected" if case == "all rejected" else "the mask counts no token"
+    assert account["alarm"] == expected
+    assert account["rejected_fraction"] == (1.0 if case == "all rejected" else 0.0)
+    assert account["loss_fixed"] == account["loss_kept"] == 0.0
+
+
+def test_accounts_report_both_denominators_and_wild_weights():
+    batch = random_batch(6, 6)
+    corrected = PRESETS["mis"](batch)
+    account = losses.accounts(batch, corrected)
+    n, kept = int(batch.mask.sum()), int(corrected.keep.sum())
+    assert 0 < kept < n
+    assert (account["tokens"], account["tokens_kept"]) == (n, kept)
+    assert account["rejected_fraction"] == pytest.approx(1 - kept / n)
+    assert account["loss_kept"] == pytest.approx(account["loss_fixed"] * n / kept)
+    assert account["alarm"] == ""
+    inf = Corrected(torch.full_like(corrected.weight, math.inf), batch.mask, 0.0)
+    assert losses.accounts(batch, inf)["alarm"] == f"{n} weights are not finite"
+
+
+def test_a_number_is_the_global_count():
+    """Micro-batches that divide by the global count add up to the whole batch's loss, of any sizes."""
+    batch = random_batch(6, 5)
+    whole = losses.reinforce(batch, PRESETS["tis"](batch))
+    n = int(batch.mask.sum())
+    parts = [batch.rows(slice(0, 1)), batch.rows(slice(1, 6))]
+    assert sum(losses.reinforce(p, PRESETS["tis"](p), n).item() for p in parts) == pytest.approx(whole.item())
+    with pytest.raises(BadInput, match="denominator is 0"):
+        losses.reinforce(batch, PRESETS["tis"](batch), 0)
+
+
+def test_a_token_the_trainer_rules_out_has_weight_zero_and_a_finite_loss():
+    p = torch.tensor([[-math.inf, -0.5]], requires_grad=True)
+    batch = Batch(p, torch.tensor([[-0.7, -0.6]]), torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 1))
+    loss = losses.reinforce(batch, PRESETS["tis"](batch))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(p.grad).all()  # type: ignore[arg-type]
+
+
+def tables(batch: Batch) -> tuple:
+    return (batch.logp_train.detach(), batch.logp_rollout, batch.mask, batch.advantage, batch.logp_sync, batch.logp_old)
+
+
+def loss_of(name: str):
+    def value(*given):
+        batch = Batch(*given)
+        return losses.reinforce(batch, PRESETS[name](batch), "kept")
+
+    return value
+
+
+UNCENTRED = [name for name, rule in PRESETS.items() if not rule.centres]
+
+
+def test_vmap_over_groups_equals_a_loop():
+    groups = [tables(random_batch(seed=seed)) for seed in range(3)]
+    stacked = tuple(torch.stack(x) for x in zip(*groups, strict=True))
+    for name in UNCENTRED:
+        value = loss_of(name)
+        together = torch.func.vmap(torch.func.grad(value))(*stacked)
+        alone = torch.stack([torch.func.grad(value)(*g) for g in groups])
+        torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("name", ["tis", "slime.mis", "verl.decoupled_seq_is_rs", "areal.token_k3", "opsm"])
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_compiles_as_one_graph(name: str):
+    """The graph is captured whole; run by the "aot_eager" backend, which needs no C++ compiler."""
+    given = tables(random_batch())
+    compiled = torch.compile(loss_of(name), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), loss_of(name)(*given), rtol=1e-12, atol=1e-14)
