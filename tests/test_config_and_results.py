@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,3 +128,30 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(tmp_path: Path, monkeyp
         results.write_table(path, pl.DataFrame({"x": [1, 2]}))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_says_how_it_ended(tmp_path: Path):
+    def status(name: str) -> dict:
+        return json.loads((tmp_path / name / "run.json").read_text())
+
+    with results.recorded(tmp_path / "a", {}) as outcome:
+        assert status("a")["status"] == "running"
+        outcome["syncs"] = 3
+    assert (status("a")["status"], status("a")["syncs"]) == ("finished", 3)
+    with pytest.raises(BadInput), results.recorded(tmp_path / "b", {}):
+        raise BadInput("loss is nan")
+    assert (status("b")["status"], status("b")["error"]) == ("failed", "loss is nan")
+    with pytest.raises(KeyboardInterrupt), results.recorded(tmp_path / "c", {}):
+        raise KeyboardInterrupt
+    assert status("c")["status"] == "interrupted"
+
+
+def test_of_runs_that_want_one_folder_one_gets_it(tmp_path: Path):
+    with ThreadPoolExecutor(8) as pool:
+        tries = [pool.submit(results.create_run, tmp_path / "run", {"try": i}) for i in range(8)]
+    errors = [done.exception() for done in tries]
+    assert sum(error is None for error in errors) == 1
+    assert all(error is None or "never overwritten" in str(error) for error in errors)
+    winner = errors.index(None)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"] == {"try": winner}
+    assert len(list((tmp_path / "run").iterdir())) == 1

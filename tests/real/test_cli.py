@@ -35,6 +35,9 @@ def refused(done: subprocess.CompletedProcess) -> str:
         ('model = "broken"', "model 'broken' has no config.json"),
         ('[engine]\ndtype = "int4"', "'int4' is none of 'float32', 'bfloat16', 'float16' at engine.dtype"),
         ("prompts = 0", "prompts is 0, expected at least 1"),
+        ("seed = -1", "seed is -1, expected at least 0"),
+        ("betas = [2.0, 3.0]", "betas is [2.0, 3.0], expected two numbers from 0 to below 1"),
+        ("[engine]\nmax_model_len = 1", "engine.max_model_len is 1, expected at least 2"),
         ("learning_rate = -1e-4", "learning_rate is -0.0001, expected"),
     ],
 )
@@ -51,6 +54,21 @@ def test_an_existing_run_folder_is_not_touched(tmp_path: Path):
     message = refused(mismatch("demo", "--fast", "--out", "out", cwd=tmp_path))
     assert "run folder out is not empty" in message
     assert (tmp_path / "out" / "steps.parquet").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    message = refused(mismatch("demo", "--out", "file/out", cwd=tmp_path))
+    assert "run folder file/out cannot be made" in message
+    assert "cannot be made: File name too long" in refused(mismatch("demo", "--out", "a" * 300, cwd=tmp_path))
+
+
+def test_output_that_goes_nowhere(tmp_path: Path):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([MISMATCH, "exact", "bandit", "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_no_space(tmp_path: Path):

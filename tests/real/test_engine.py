@@ -256,6 +256,27 @@ def test_unknown_dtype(folder):
     assert one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "has no usable config.json"),
+        ("{}", "has no usable config.json"),
+        ('{"model_type": "no-such-model"}', "has no usable config.json"),
+        (None, "has no eos_token_id in its config.json"),
+    ],
+)
+def test_damaged_config(folder, tmp_path, config, message):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    if config is None:
+        text = (copy / "config.json").read_text()
+        config = text.replace('"eos_token_id": 1', '"eos_token_id": null')
+        assert config != text
+    (copy / "config.json").write_text(config)
+    with pytest.raises(BadInput, match=message) as error:
+        sampler.start(copy, EngineConfig())
+    assert one_line(error)
+
+
 def test_engine_that_does_not_start_says_why(folder):
     with pytest.raises(BadInput, match=r"did not start.*max_model_len") as error:
         sampler.start(folder, EngineConfig(max_model_len=100_000))

@@ -54,6 +54,20 @@ def test_a_recipe_decides_the_weights(monkeypatch, tmp_path):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
+@pytest.mark.parametrize("part", policy.PARTS)
+def test_a_damaged_cache_is_one_line_that_names_the_part(cache, part):
+    path = policy.build(QUICK)
+    (path / part).unlink()
+    with pytest.raises(BadInput, match=rf"is damaged, {part} is missing: delete the folder"):
+        policy.build(QUICK)
+
+
+def test_a_cache_that_cannot_be_written(cache):
+    cache.write_text("a file")
+    with pytest.raises(BadInput, match=r"cache .* of the small model cannot be written"):
+        policy.build(QUICK)
+
+
 def test_a_killed_build_leaves_nothing(cache):
     def kill(*_):
         raise KeyboardInterrupt
