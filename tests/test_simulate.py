@@ -234,7 +234,12 @@ def test_ess_steps_counts_from_the_sync_and_says_inf_for_none():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"penalty": -1.0}, "penalty"), ({"batch_size": 1}, "batch_size"), ({"steps": 0}, "steps"), ({"advantage": "raw"}, "advantage")],
+    [
+        ({"penalty": -1.0}, "penalty"),
+        ({"batch_size": 1}, "batch_size"),
+        ({"steps": 0}, "steps"),
+        ({"advantage": "raw"}, "advantage"),
+    ],
 )
 def test_impossible_configs_are_refused(change, message):
     with pytest.raises(BadInput, match=message):
