@@ -58,26 +58,43 @@ def judge(holds: bool) -> Verdict:
 
 
 def bootstrap(
-    statistic: Callable[..., float], *samples: np.ndarray, paired: bool = False, seed: int = 0
+    statistic: Callable[..., np.ndarray], *samples: np.ndarray, paired: bool = False, seed: int = 0
 ) -> tuple[float, float]:
-    """2.5 and 97.5 % quantiles of `statistic` over 2,000 resamplings of the runs (first axis) of each sample.
+    """2.5 and 97.5 % quantiles of `statistic` over 2,000 resamplings of the runs of each sample.
 
     Args:
+        statistic: reduces the last axis of every sample.
+        samples: one number a run. (R,) each
         paired: the samples share their seeds, and are drawn together.
     """
-    rng, values = np.random.default_rng(seed), np.empty(RESAMPLES)
-    for i in range(RESAMPLES):
-        picks = [rng.integers(len(x), size=len(x)) for x in samples[: 1 if paired else None]]
-        picks *= len(samples) if paired else 1
-        values[i] = statistic(*(x[pick] for x, pick in zip(samples, picks, strict=True)))
-    # "lower" and "higher": no interpolation, which is undefined beside an infinite step
+    rng = np.random.default_rng(seed)
+    picks = [rng.integers(len(x), size=(RESAMPLES, len(x))) for x in samples[: 1 if paired else None]]
+    picks = picks * len(samples) if paired else picks
+    values = statistic(*(x[pick] for x, pick in zip(samples, picks, strict=True)))
+    # no interpolation, which is undefined beside an infinite step
     low, high = np.quantile(values, 0.025, method="lower"), np.quantile(values, 0.975, method="higher")
     return float(low), float(high)
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
+def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Of the means of two samples."""
-    return float(a.mean() - b.mean())
+    return a.mean(axis=-1) - b.mean(axis=-1)
+
+
+def median(x: np.ndarray) -> np.ndarray:
+    """Lower median: defined beside infinite steps."""
+    return np.quantile(x, 0.5, axis=-1, method="lower")
+
+
+def compared(statistic: Callable[..., np.ndarray], *samples: np.ndarray, paired: bool = False) -> list[float]:
+    """The statistic and its `bootstrap` interval: [value, low, high]."""
+    return [float(statistic(*samples)), *bootstrap(statistic, *samples, paired=paired)]
+
+
+def share_lost(run: np.ndarray, on_policy: np.ndarray, start: float) -> list[float]:
+    """How much of the on-policy gain over the `start` return a run does not reach: [value, low, high]. (R,), (m,)"""
+    gain = float(on_policy.mean()) - start
+    return compared(lambda a, b: difference(b, a) / gain, run, on_policy)
 
 
 class Setting(NamedTuple):
@@ -104,9 +121,9 @@ def setting(name: str) -> Setting:
 
 
 def updates(name: str, fast: bool) -> int:
-    """Enough of them for on-policy training to be nearly done; half as many where it must be fast."""
+    """Enough of them for on-policy training to be nearly done; a fourth where it must be fast."""
     steps = {"machine": 200, "penalised": 300, "tree": 60}[name]
-    return steps // 2 if fast else steps
+    return steps // 4 if fast else steps
 
 
 class Trained(NamedTuple):
