@@ -161,8 +161,8 @@ def train(problem_name: str, cfg: SimConfig, runs: int, first: int = 0) -> Train
 
     before = np.full((runs, 1), exact.expectation(problem, log_policy(start), problem.reward))
     returns = np.concatenate([before, curve("return")], axis=1)
-    readings = (curve(name) for name in ("ess", "token_kl", "since_sync"))
-    return Trained(returns, *readings, state.syncs, np.array(state.trainer), np.array(state.log_offset))
+    ess, token_kl, since_sync = (curve(name) for name in ("ess", "token_kl", "since_sync"))
+    return Trained(returns, ess, token_kl, since_sync, state.syncs, np.array(state.trainer), np.array(state.log_offset))
 
 
 def failure_steps(returns: np.ndarray, on_policy: np.ndarray) -> np.ndarray:
