@@ -134,7 +134,7 @@ CLAIMS: tuple[Claim, ...] = (
         "CIS bounds the second moment by a constant, its bias comes only from the excess, and raising small weights"
         " hurts.",
         "E_q[w^2] <= e^cap and w = pi/q below the cap, for random policies; raising small weights lowers the final"
-        " return (upper 95 % limit of the difference < 0) in every case",
+        " return or objective (upper 95 % limit of the difference < 0) in every case",
         0.0,
         remedies.calibrated_weights,
     ),

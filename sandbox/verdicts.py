@@ -136,11 +136,7 @@ class Trained(NamedTuple):
     syncs: np.ndarray  # at the end, (R,)
     logits: np.ndarray  # (R, S, V)
     log_offset: np.ndarray  # (R, S, V)
-
-    @property
-    def final(self) -> np.ndarray:
-        """Mean return over the last tenth of the updates. (R,)"""
-        return self.returns[:, -max(1, self.returns.shape[1] // 10) :].mean(axis=1)
+    final: np.ndarray  # what training maximises: mean return over the last tenth, less beta KL at the end. (R,)
 
     def ess_steps(self, threshold: float = 0.5) -> np.ndarray:
         """Updates since the sync when the population ESS first was below the threshold; inf for never. (R,)"""
@@ -162,7 +158,10 @@ def train(problem_name: str, cfg: SimConfig, runs: int, first: int = 0) -> Train
     before = np.full((runs, 1), exact.expectation(problem, log_policy(start), problem.reward))
     returns = np.concatenate([before, curve("return")], axis=1)
     ess, token_kl, since_sync = (curve(name) for name in ("ess", "token_kl", "since_sync"))
-    return Trained(returns, ess, token_kl, since_sync, state.syncs, np.array(state.trainer), np.array(state.log_offset))
+    logits, uniform = np.array(state.trainer), log_policy(start)
+    penalty = cfg.penalty * exact.kl(problem, log_policy(logits), uniform) if cfg.penalty else 0.0
+    final = returns[:, -max(1, cfg.steps // 10) :].mean(axis=1) - penalty
+    return Trained(returns, ess, token_kl, since_sync, state.syncs, logits, np.array(state.log_offset), final)
 
 
 def failure_steps(returns: np.ndarray, on_policy: np.ndarray) -> np.ndarray:
