@@ -131,6 +131,7 @@ def resync_prevents(threshold: float, fast: bool) -> Outcome:
             cfg = replace(base, correction=CORRECTIONS[correction], discrepancy=ConstantOffset(0.05))
             never, synced = train(name, cfg, runs), train(name, replace(cfg, resync=EssBelow()), runs)
             lost, kept = (share_lost(x.final, on.final, on.returns[0, 0]) for x in (never, synced))
+            tails = (x.returns[:, -base.steps // 10 :].mean(axis=1) for x in (never, on))
             kl = float(never.token_kl[np.arange(runs), (never.ess < 0.5).argmax(axis=1)].mean())
             verdicts.append((lost[1] > threshold, kept[2] <= threshold, kl <= HEALTHY_KL))
             worst = max(worst, kept)
@@ -138,6 +139,7 @@ def resync_prevents(threshold: float, fast: bool) -> Outcome:
             measured |= {
                 f"{key}: share of the gain lost, never synced": lost,
                 f"{key}: share lost, synced": kept,
+                f"{key}: of the gain in return alone, never synced": share_lost(*tails, on.returns[0, 0]),
                 f"{key}: syncs": float(synced.syncs.mean()),
                 f"{key}: token KL at ess_step": kl,
                 f"{key}: ess_step": float(median(never.ess_steps())),
