@@ -226,7 +226,10 @@ def rate_and_sources(threshold: float, fast: bool) -> Outcome:
 
 
 def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
-    """N7. Discrepancy alone, synced after every update: T x KL where ESS is 1/2, and where sequence TIS loses half."""
+    """N7. Discrepancy alone, synced after every update: T x KL where ESS is 1/2, and where sequence TIS loses half.
+
+    The second is read off a grid of factors of four in KL: it has the grid's resolution and no interval.
+    """
     base, logits = PRESETS["machine"]().problem, PRESETS["machine"]().sampler_logits
     measured, rows, runs, half = {}, [], (3 if fast else 8), []
     offset = np.random.default_rng(0).normal(size=base.shape)

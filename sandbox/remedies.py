@@ -131,7 +131,7 @@ def resync_prevents(threshold: float, fast: bool) -> Outcome:
             cfg = replace(base, correction=CORRECTIONS[correction], discrepancy=ConstantOffset(0.05))
             never, synced = train(name, cfg, runs), train(name, replace(cfg, resync=EssBelow()), runs)
             lost, kept = (share_lost(x.final, on.final, on.returns[0, 0]) for x in (never, synced))
-            tails = (x.returns[:, -base.steps // 10 :].mean(axis=1) for x in (never, on))
+            tail, on_tail = (x.returns[:, -base.steps // 10 :].mean(axis=1) for x in (never, on))
             kl = float(never.token_kl[np.arange(runs), (never.ess < 0.5).argmax(axis=1)].mean())
             verdicts.append((lost[1] > threshold, kept[2] <= threshold, kl <= HEALTHY_KL))
             worst = max(worst, kept)
@@ -139,7 +139,7 @@ def resync_prevents(threshold: float, fast: bool) -> Outcome:
             measured |= {
                 f"{key}: share of the gain lost, never synced": lost,
                 f"{key}: share lost, synced": kept,
-                f"{key}: of the gain in return alone, never synced": share_lost(*tails, on.returns[0, 0]),
+                f"{key}: of the gain in return alone, never synced": share_lost(tail, on_tail, on.returns[0, 0]),
                 f"{key}: syncs": float(synced.syncs.mean()),
                 f"{key}: token KL at ess_step": kl,
                 f"{key}: ess_step": float(median(never.ess_steps())),
@@ -256,7 +256,13 @@ def source_by_correction(threshold: float, fast: bool) -> Outcome:
     found = table.filter(here)
     names = ", ".join(f"{label(r['correction'])} on the {r['problem']}" for r in found.to_dicts()) or "none"
     reason = f"stable under one, failing under the other: {names}"
-    return Outcome(float(len(found)), judge(len(found) > 0), reason, runs, measured=measured, table=table)
+    # the widest gap: what the failing source costs the correction that is stable under the other
+    failing = [
+        max(measured[f"{r['problem']}, {r['correction']}, {s}"] for s in ("discrepancy", "lag"))
+        for r in found.to_dicts()
+    ]
+    value, low, high = max(failing, default=[0.0, math.nan, math.nan])
+    return Outcome(value, judge(len(found) > 0), reason, runs, (low, high), measured, table)
 
 
 C11_CORRECTIONS = ("none", "tis", "cis", "dlc", "icepop", "ppo", "seq_tis", "seq_is")
