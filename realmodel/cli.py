@@ -148,12 +148,40 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
     _print(sys.stdout, outcome, json, exact_report.tables(outcome))
 
 
+def claims(
+    names: tyro.conf.Positional[tuple[str, ...]] = (), fast: bool = False, out: Kept = None, json: Json = False
+) -> None:
+    """The claims table: what the theory says, tested on tabular policies by criteria fixed in advance.
+
+    Args:
+        names: claims to test, such as C5 or N3; all by default.
+        fast: fewer runs and updates, under half a minute.
+    """
+    from sandbox import claims as tested
+
+    wanted = tested.chosen(names)
+    folder = None if out is None else _folder(out, "claims")
+    rows = []
+    with _bar() as bar:
+        task = bar.add_task("starting", total=len(wanted))
+        for claim in wanted:
+            bar.update(task, description=f"{claim.id}: {claim.statement[:36]}")
+            rows += tested.run([claim], fast)
+            bar.advance(task)
+    if folder is not None:
+        results.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast})
+        tested.save(folder, rows)
+        results.finish_run(folder)
+    title = f"claims, {sum(row.seconds for row in rows):.0f} s"
+    _print(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        commands = {"demo": demo, "exact": exact, "predict": predict, "train": train}
+        commands = {"claims": claims, "demo": demo, "exact": exact, "predict": predict, "train": train}
         tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)

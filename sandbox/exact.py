@@ -162,6 +162,17 @@ def gradient(problem: Problem, logp: np.ndarray) -> np.ndarray:
     return centred(advantage_visits(problem, logp) * np.exp(logp), np.exp(logp))
 
 
+def kl_gradient(problem: Problem, logp: np.ndarray) -> np.ndarray:
+    """Gradient of KL(p || uniform) of whole sequences with respect to the logits of p. (S, V) -> (S, V)
+
+    The gradient of E_p[sum_t f(s_t, a_t)], f = log p - log(1/V): that of f itself has mean 0 at its prefix.
+    """
+    p, f = np.exp(logp), logp + np.log(problem.shape[1])
+    visits = past_moments(problem, logp, 0)[0]
+    future = values(problem, logp, (p * f).sum(axis=-1))
+    return centred(p * (visits.sum(axis=0)[:, None] * f + meeting(problem, visits, future)), p)
+
+
 def centred(mass: np.ndarray, centre: np.ndarray) -> np.ndarray:
     """sum_a mass(s, a) (e_a - c(.|s)). (..., S, V)"""
     return mass - centre * mass.sum(axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
 """Monte Carlo training on a tabular problem, many runs at once: init -> State; step -> (State, Info); run -> Result.
 
 One step: every run draws N responses from its sampler q, weighs them by the correction, updates the trainer's logits by
-    step_size * (1/N) sum over responses of sum_t weight_t A (e_{a_t} - c(.|s_t)),
+    step_size * (1/N) sum over responses of sum_t weight_t A (e_{a_t} - c(.|s_t)),   less `penalty`'s part,
 and asks the resync rule, with the raw sequence lag ESS of that batch, whether the sampler now loads the trainer's
 weights. A is R minus the batch mean ("centred"), or that over the batch's standard deviation + 1e-6 ("normalised").
 Run i draws from the i-th generator spawned from the seed, so its result does not depend on the other runs beside it.
@@ -40,6 +40,8 @@ class SimConfig:
         batch_size: responses per update, N >= 2.
         steps: updates.
         advantage: "centred" or "normalised".
+        penalty: beta of -beta KL(pi || uniform), whole sequences: its exact gradient at the trainer's current weights
+            is part of every update, so that there is one optimum.
         seed: root of the runs' generators.
         readings: read return, ESS and KL by the exact recursions after every step; without, they are nan and a step
             costs a fraction.
@@ -52,6 +54,7 @@ class SimConfig:
     batch_size: int = 256
     steps: int = 100
     advantage: exact.Advantage = "normalised"
+    penalty: float = 0.0
     seed: int = 0
     readings: bool = True
 
@@ -60,6 +63,8 @@ class SimConfig:
             raise BadInput(f"batch_size is {self.batch_size}, expected at least 2: the advantage needs a batch mean")
         if self.steps < 1:
             raise BadInput(f"steps is {self.steps}, expected at least 1")
+        if not 0 <= self.penalty < np.inf:
+            raise BadInput(f"penalty is {self.penalty}, expected a finite number >= 0")
         if self.advantage not in exact.ADVANTAGES:
             raise BadInput(f"advantage is {self.advantage!r}, expected one of {', '.join(exact.ADVANTAGES)}")
 
@@ -149,10 +154,16 @@ def _advance(
     standard_error = batch_ess * np.sqrt((influence**2).sum(axis=-1)) / cfg.batch_size
 
     rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
+    pulls = [exact.kl_gradient(problem, train) for train in now.train] if cfg.penalty else []
     moved, flat = np.empty(mass.shape[::-1]), tables.reshape(-1, *tables.shape[2:])
     kernels.move(rows, mass, weight, centre, cfg.step_size / cfg.batch_size, flat, moved)
     # Tokens first: reductions over a short last axis are slow in numpy.
     kernels.store(rows, log_softmax(moved, axis=0), room.sync, flat)
+    for table, sync, pull in zip(tables, now.sync, pulls, strict=False):
+        logits = table[:, kernels.LOGITS]
+        logits -= cfg.step_size * cfg.penalty * pull
+        table[:, kernels.TRAIN] = log_softmax(logits)
+        table[:, kernels.LAG] = table[:, kernels.TRAIN] - sync
 
     since_sync = state.since_sync + 1
     arguments = zip(since_sync.tolist(), batch_ess.tolist(), standard_error.tolist(), strict=True)

@@ -1,7 +1,7 @@
 """Monte Carlo training: one update against scalar loops and against its expectation, independence of runs, resyncs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -15,7 +15,7 @@ from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, DLC, Corrected
 from sandbox.errors import BadInput
 from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
-from sandbox.policy import Policies, draw, policies, random_logits
+from sandbox.policy import Policies, draw, log_policy, policies, random_logits
 from sandbox.problems import Problem
 from sandbox.simulate import SimConfig
 from tests import reference, strategies
@@ -210,6 +210,23 @@ def test_every_correction_trains_on_policy(name, machine):
     assert_allclose(result.state.trainer, expected.state.trainer, atol=1e-10)
 
 
+def test_the_penalty_adds_its_exact_gradient(machine):
+    """A step with it less the same step without it is -eta beta grad KL(pi || uniform), by finite differences."""
+    logits, beta, h = random_logits(np.random.default_rng(2), machine), 0.3, 1e-5
+    cfg = SimConfig(CORRECTIONS["tis"], discrepancy=ConstantOffset(0.1), steps=1, batch_size=16, step_size=0.7)
+    plain, pulled = (simulate.run(machine, logits, replace(cfg, penalty=b), [3]).state for b in (0.0, beta))
+    uniform = np.full(machine.shape, -math.log(machine.shape[1]))
+    slope = np.empty(machine.shape)
+    for index in np.ndindex(*machine.shape):
+        unit = np.zeros(machine.shape)
+        unit[index] = h
+        ahead, behind = (exact.kl(machine, log_policy(logits + sign * unit), uniform) for sign in (1, -1))
+        slope[index] = (ahead - behind) / (2 * h)
+    assert_allclose(pulled.trainer[0] - plain.trainer[0], -0.7 * beta * slope, rtol=1e-6, atol=1e-9)
+    assert_allclose(pulled.policies.train, log_policy(pulled.trainer), atol=1e-14)
+    assert_allclose(exact.kl_gradient(machine, log_policy(logits)), slope, rtol=1e-6, atol=1e-9)
+
+
 @dataclass(frozen=True)
 class Reject:
     """A correction that rejects tokens by `keep` alone, and leaves their weight at 1."""
@@ -247,7 +264,12 @@ def test_ess_steps_counts_from_the_sync_and_says_inf_for_none():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"batch_size": 1}, "batch_size"), ({"steps": 0}, "steps"), ({"advantage": "raw"}, "advantage")],
+    [
+        ({"penalty": -1.0}, "penalty"),
+        ({"batch_size": 1}, "batch_size"),
+        ({"steps": 0}, "steps"),
+        ({"advantage": "raw"}, "advantage"),
+    ],
 )
 def test_impossible_configs_are_refused(change, message):
     with pytest.raises(BadInput, match=message):
