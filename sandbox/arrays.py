@@ -45,7 +45,7 @@ def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
 def count(mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
     """How many entries of `mask` hold, counted in integers: float32 cannot count beyond 2^24."""
     xp = namespace(mask)
-    return xp.sum(xp.astype(mask, xp.int64), axis=axis, keepdims=keepdims)
+    return xp.sum(mask, axis=axis, dtype=xp.int64, keepdims=keepdims)  # no int64 copy of the mask
 
 
 def masked_mean(x: Array, mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
