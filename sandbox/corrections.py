@@ -100,6 +100,9 @@ class Truncate:
     normalise: bool = False
     centres = False
 
+    def __post_init__(self) -> None:
+        ratios.check_bounds(self.floor, self.cap, "floor and cap")
+
     @property
     def factors(self) -> bool:
         return self.level == "token" and not self.normalise
@@ -140,6 +143,9 @@ class Mask:
     drop: bool = True
     centres = False
 
+    def __post_init__(self) -> None:
+        ratios.check_bounds(self.low, self.high, "low and high")
+
     @property
     def factors(self) -> bool:
         return self.level == "token"
@@ -175,6 +181,10 @@ class PPOClip:
     centres = False
     factors = False
 
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise BadInput(f"low and high are {self.low:g}, {self.high:g}, expected 0 or more; inf is off")
+
     source = "Schulman et al. 2017; arXiv 2507.18071 (geometric)"
 
     def __str__(self) -> str:
@@ -203,6 +213,9 @@ class CIS:
     centres = False
     factors = True
 
+    def __post_init__(self) -> None:
+        ratios.check_bounds(math.exp(self.floor), math.exp(self.cap), "e^floor and e^cap")
+
     source = "Yu, Zhao, Li et al. 2026, our reading"
 
     def __str__(self) -> str:
@@ -225,6 +238,9 @@ class Centre:
     cap: float = 2.0
     centres = True
     factors = True
+
+    def __post_init__(self) -> None:
+        ratios.check_bounds(0.0, self.cap, "0 and cap")
 
     source = "Li, Zhou and Lan 2026, our reading"
 
@@ -252,6 +268,9 @@ class DLC:
     level: Level = "token"
     cap: float = 2.0
     centres = True
+
+    def __post_init__(self) -> None:
+        ratios.check_bounds(0.0, self.cap, "0 and cap")
 
     @property
     def factors(self) -> bool:

@@ -78,6 +78,8 @@ class EssBelow:
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise BadInput(f"threshold is {self.threshold}, expected a number in (0, 1]")
+        if not -np.inf < self.z < np.inf:
+            raise BadInput(f"z is {self.z}, expected a finite number")
 
     def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
         return not ess - self.z * ess_standard_error >= self.threshold

@@ -79,6 +79,12 @@ def log_mean(log_weight: Array, counted: Array) -> Array:
     return masked(total - xp.log(n), xp.isfinite(total))
 
 
+def check_bounds(low: float, high: float, names: str) -> None:
+    """Raises BadInput unless 0 <= low <= high and high > 0: bounds on a ratio, nan refused."""
+    if not (0 <= low <= high and high > 0):
+        raise BadInput(f"{names} are {low:g}, {high:g}, expected 0 <= low <= high and high above 0")
+
+
 def band(log_ratio: Array, low: float, high: float) -> Array:
     """True where low <= ratio <= high, both bounds included. bool, same shape"""
     return (log_ratio >= log(low)) & (log_ratio <= log(high))

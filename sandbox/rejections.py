@@ -27,6 +27,9 @@ class Band:
     on: Source = "total"
     centres = False
 
+    def __post_init__(self) -> None:
+        ratios.check_bounds(self.low, self.high, "low and high")
+
     @property
     def factors(self) -> bool:
         return self.level == "token"
@@ -50,6 +53,9 @@ class Veto:
     on: Source = "total"
     centres = False
     factors = False
+
+    def __post_init__(self) -> None:
+        ratios.check_bounds(self.low, self.high, "low and high")
 
     source = "slime"
 

@@ -15,10 +15,22 @@ from hypothesis import strategies as st
 from sandbox import losses, ratios
 from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
-from sandbox.corrections import CIS, CORRECTIONS, DLC, Compose, Correction, Mask, PPOClip, TimesEss, Truncate, in_chunks
+from sandbox.corrections import (
+    CIS,
+    CORRECTIONS,
+    DLC,
+    Centre,
+    Compose,
+    Correction,
+    Mask,
+    PPOClip,
+    TimesEss,
+    Truncate,
+    in_chunks,
+)
 from sandbox.errors import BadInput
 from sandbox.presets import PRESETS, RULES
-from sandbox.rejections import Divergence
+from sandbox.rejections import Band, Divergence, Veto
 from tests import reference
 from tests.strategies import batches
 
@@ -415,3 +427,25 @@ def test_low_precision_is_widened_before_anything_is_computed(dtype):
     weight = PRESETS["seq_is"](batch).weight
     assert float(weight[0, 0]) == pytest.approx(math.exp(300 / 64), rel=1e-6)
     assert str(weight.dtype).removeprefix("torch.") == ("float32" if isinstance(dtype, torch.dtype) else "float64")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Truncate(cap=math.nan),
+        lambda: Truncate(cap=-1.0),
+        lambda: Truncate(cap=0.5, floor=0.7),
+        lambda: Mask(low=5.0, high=0.5),
+        lambda: PPOClip(-0.2, -0.3),
+        lambda: PPOClip(math.nan, 0.2),
+        lambda: CIS(math.nan),
+        lambda: CIS(-3.0, -2.0),
+        lambda: DLC(cap=0.0),
+        lambda: Centre(cap=math.nan),
+        lambda: Band(low=-1.0),
+        lambda: Veto(low=math.nan),
+    ],
+)
+def test_bounds_that_would_train_on_nothing_are_refused(make):
+    with pytest.raises(BadInput, match="expected 0 "):
+        make()
