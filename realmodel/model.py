@@ -127,7 +127,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
-        raise BadInput(f"model {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+        raise BadInput(f"model {str(path)!r} cannot be loaded: {one_line(error)}") from error
     rows = model.get_input_embeddings().num_embeddings
     if tokenizer.eos_token_id is None or not 0 < len(tokenizer) <= rows:
         raise BadInput(
@@ -332,5 +332,6 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: BaseException, message: str | None = None) -> str:
+    """What an error says (or `message`, where that says it better) on one line; its type where it says nothing."""
+    return " ".join((str(error) if message is None else message).split())[:300] or type(error).__name__

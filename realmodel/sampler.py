@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from realmodel.align import Rollout
-from realmodel.model import check_folder
+from realmodel.model import check_folder, one_line
 from sandbox.errors import BadInput
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -260,5 +260,4 @@ def _root_cause(error: BaseException) -> str:
     while cause := error.__cause__ or error.__context__:
         error = cause
     # pydantic's own first line says only how many errors there are
-    message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return " ".join(message.split())[:300] or type(error).__name__
+    return one_line(error, error.errors()[0]["msg"] if isinstance(error, ValidationError) else None)

@@ -1,6 +1,7 @@
 """Hypothesis profiles: 50 random examples on a developer's machine, 200 fixed ones in CI. No silent skips in CI."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,3 +25,19 @@ def pytest_runtest_makereport(item, call):
             report.outcome = "failed"
             report.longrepr = f"skipped in CI: {reason}"
     return report
+
+
+@pytest.fixture
+def mismatch(monkeypatch, capsys, tmp_path):
+    """The command `mismatch` run in this process from an empty folder: arguments -> (status, stdout, stderr)."""
+    from realmodel import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
+        status = cli.main()
+        return status, *capsys.readouterr()
+
+    return run

@@ -180,19 +180,6 @@ def test_following_a_rule_that_changes_nothing_is_the_simulator():
     assert followed.cosine.shape == (9, 2)
 
 
-@pytest.fixture
-def mismatch(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
-        status = cli.main()
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_unknown_claims_are_refused_in_one_line(mismatch):
     with pytest.raises(BadInput, match="unknown claim 'C99', known: C1, "):
         claims.chosen(["C1", "C99"])

@@ -13,19 +13,6 @@ from sandbox import exact_report, problem_json, problems
 from sandbox.results import plain
 
 
-@pytest.fixture
-def mismatch(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
-        status = cli.main()
-        return status, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.parametrize("name", ["bandit", "negative_prefixes"])
 def test_json_is_the_summary_and_nothing_else(mismatch, name):
     status, out, err = mismatch("exact", name, "--json", "--matrices")
