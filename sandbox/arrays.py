@@ -38,6 +38,8 @@ def log(x: float) -> float:
 
 def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
     """`x` where `mask`, `fill` elsewhere. Applied BEFORE exp: a -inf placeholder would give a nan gradient."""
+    if is_numpy_array(x) and mask.all():
+        return x  # a pass over a mask is cheaper than one over x
     xp = namespace(x, mask)
     return xp.where(mask, x, xp.asarray(fill, dtype=x.dtype, device=x.device))
 
@@ -69,4 +71,6 @@ def logsumexp(x: Array, axis: int = -1, keepdims: bool = False) -> Array:
 
 def log_softmax(x: Array, axis: int = -1) -> Array:
     """log softmax(x) along `axis`."""
-    return x - logsumexp(x, axis=axis, keepdims=True)
+    xp = namespace(x)
+    x = x - detach(xp.max(x, axis=axis, keepdims=True))
+    return x - xp.log(xp.sum(xp.exp(x), axis=axis, keepdims=True))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sandbox import ratios
-from sandbox.arrays import Array, detach, logsumexp, masked, masked_mean, namespace
+from sandbox.arrays import Array, detach, masked, masked_mean, namespace
 from sandbox.batch import Batch
 from sandbox.errors import BadInput
 
@@ -19,37 +19,42 @@ from sandbox.errors import BadInput
 def ess(log_weight: Array) -> Array:
     """Effective sample size as a fraction of n: (sum w)^2 / (n sum w^2), in [1/n, 1] (Kish).
 
-    exp(2 logsumexp(log w) - logsumexp(2 log w)) / n: invariant to a constant added to log w, never clamped. Entries of
+    Weights relative to the largest: invariant to a constant added to log w, and never clamped. Entries of
     -inf (weight 0) stay in n. nan where it is undefined: no entries, or every weight 0.
 
     Args:
         log_weight: raw log weights, one per unit (response or token). (..., n)
     Returns: (...)
     """
-    xp = namespace(log_weight)
-    n = log_weight.shape[-1]
-    if n == 0:
+    if log_weight.shape[-1] == 0:
+        xp = namespace(log_weight)
         return xp.full(log_weight.shape[:-1], xp.nan, dtype=log_weight.dtype)
-    once, twice = logsumexp(log_weight), logsumexp(2.0 * log_weight)
-    alive = xp.isfinite(once)
-    fraction = xp.exp(2.0 * masked(once, alive) - masked(twice, alive)) / n
-    return masked(fraction, alive, math.nan)
+    _, first, second = _moments(log_weight)
+    return (first**2 / second)[..., 0]
 
 
-def ess_influence(log_weight: Array) -> Array:
-    """Relative influence of each unit on `ess`: u_i = 2 w_i / m1 - w_i^2 / m2 - 1, m1 and m2 the means of w and w^2.
-
-    (..., n) -> (..., n); sums to 0 along n.
-    """
+def _moments(log_weight: Array) -> tuple[Array, Array, Array]:
+    """Weights relative to the largest, their mean and the mean of their squares; nan where no weight is above 0."""
     xp = namespace(log_weight)
-    w = xp.exp(log_weight - xp.max(log_weight, axis=-1, keepdims=True))
-    return 2 * w / xp.mean(w, axis=-1, keepdims=True) - w**2 / xp.mean(w**2, axis=-1, keepdims=True) - 1
+    top = xp.max(log_weight, axis=-1, keepdims=True)
+    w = xp.exp(log_weight - detach(masked(top, xp.isfinite(top), math.nan)))
+    return w, xp.mean(w, axis=-1, keepdims=True), xp.mean(w * w, axis=-1, keepdims=True)
+
+
+def ess_and_influence(log_weight: Array) -> tuple[Array, Array]:
+    """`ess` and the relative influence of each unit on it: u_i = 2 w_i / m1 - w_i^2 / m2 - 1, m1 and m2 the means of w
+    and w^2. The u_i sum to 0.
+
+    (..., n) -> (...), (..., n)
+    """
+    w, first, second = _moments(log_weight)
+    return (first**2 / second)[..., 0], w * (2 / first - w / second) - 1
 
 
 def ess_standard_error(log_weight: Array, group: Array) -> float:
     """Standard error of `ess` by the delta method, responses of one prompt taken as one cluster.
 
-    With u_i the `ess_influence`, the relative variance of ESS is sum over groups of (sum_i u_i)^2 / n^2.
+    With u_i of `ess_and_influence`, the relative variance of ESS is sum over groups of (sum_i u_i)^2 / n^2.
     Flattering where tails are heavy: a sample cannot see the weights it did not draw.
 
     Args:
@@ -57,9 +62,9 @@ def ess_standard_error(log_weight: Array, group: Array) -> float:
         group: prompt of each response. int numpy (n,)
     """
     xp = namespace(log_weight)
-    influence = ess_influence(log_weight)
+    value, influence = ess_and_influence(log_weight)
     per_group = xp.asarray([float(xp.sum(influence[group == g])) for g in xp.unique_values(group)])
-    return float(ess(log_weight)) * float(xp.sum(per_group**2)) ** 0.5 / log_weight.shape[0]
+    return float(value) * float(xp.sum(per_group**2)) ** 0.5 / log_weight.shape[0]
 
 
 def renyi2(log_weight: Array) -> Array:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sandbox import enumeration
+from sandbox.arrays import masked
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
@@ -149,7 +150,7 @@ def token_weights(policies: Policies, correction: Correction) -> TokenWeights:
     batch = Batch(train, rollout, ones > 0, ones, sync, None, train[:, None], sync[:, None], rollout[:, None])
     weight, keep, centre = correction(batch)
     centre = np.exp(train) + (centre if isinstance(centre, int | float) else centre[:, 0])
-    return TokenWeights((np.where(keep, weight, 0.0)).reshape(shape), centre.reshape(shape))
+    return TokenWeights(masked(weight, keep).reshape(shape), centre.reshape(shape))
 
 
 def name_of(correction: Correction) -> str:

@@ -1,7 +1,8 @@
 """The simulator's inner loops, compiled: draw a batch, add its advantages up, move. No formula of a correction is here.
 
 They touch the visited states alone: a training step costs what its batch visits, not the size of the problem. One run
-comes after the other, so nothing of one reaches another, and a run's tables stay in the cache while they are in use.
+comes after the other, so nothing of one reaches another. What a step waits for is memory: hence one table with all
+there is of a state side by side, and columns of visited states, tokens first, on which numpy is at its fastest.
 """
 
 from typing import NamedTuple
@@ -9,39 +10,51 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-LOGITS, TRAIN, LAG, BELOW = range(4)  # of the tables of `pack`
+BELOW, TRAIN, SYNC, LOGITS = range(4)  # of `tables`
 ADVANTAGE_EPS = 1e-6  # added to the standard deviation of the return, as group-normalising trainers do
 
 
 @njit(cache=True, nogil=True)
-def draw(tables, uniform, transition, initial, reward, pairs, visited, returns, log_weight):
+def draw(table, uniform, transition, initial, reward, first, count, room, slot, returns, log_weight):
     """Responses of one run by inverting the cumulative distribution, with their return and their log weight.
 
     Args:
-        tables: of this run, as in `pack`. (S, 4, V)
+        table: of this run. (S, 4, V)
         uniform: uniform numbers in [0, 1). (N, T)
         transition, initial, reward: of the problem. (S, V)
-        pairs: filled with s V + a of each token, -1 after the end. int (N, T)
-        visited: filled with the state s of each token, -1 after the end. int (N, T)
+        first: row of the run's state 0.
+        count: rows there are; those of this run follow.
+        room: `Scratch`; its `rows` are filled, their `mass` emptied.
+        slot: filled with where in `mass` each token counts, -1 after the end. int (N, T)
         returns, log_weight: filled with the sums of reward and lag. (N,)
+    Returns: `count` and the rows added.
     """
+    place, rows, mass = room.place, room.rows, room.mass
     responses, horizon = uniform.shape
-    vocabulary = transition.shape[1]
+    vocabulary, most, start = transition.shape[1], len(rows), count
     state = np.full(responses, initial)
     returns[:] = 0.0
     log_weight[:] = 0.0
     for t in range(horizon):  # outside: the responses do not wait for one another
         for n in range(responses):
             if state[n] < 0:
-                pairs[n, t] = visited[n, t] = -1
+                slot[n, t] = -1
                 continue
             s, u, token = np.uint64(state[n]), uniform[n, t], np.uint64(0)  # unsigned: no negative indices
             for a in range(np.uint64(vocabulary - 1)):
-                token += np.uint64(u >= tables[s, BELOW, a])
-            pairs[n, t], visited[n, t] = s * np.uint64(vocabulary) + token, s
+                token += np.uint64(u >= table[s, BELOW, a])
+            if place[s] < 0:
+                place[s] = count
+                rows[count] = first + np.int64(s)
+                mass[:, count] = 0.0
+                count += 1
+            slot[n, t] = token * np.uint64(most) + np.uint64(place[s])
             returns[n] += reward[s, token]
-            log_weight[n] += tables[s, LAG, token]
+            log_weight[n] += table[s, TRAIN, token] - table[s, SYNC, token]
             state[n] = transition[s, token]
+    for at in range(start, count):
+        place[rows[at] - first] = -1
+    return count
 
 
 @njit(cache=True, nogil=True)
@@ -53,127 +66,88 @@ def advantages(returns, normalised, gain):
 
 
 @njit(cache=True, nogil=True)
-def add_up(pairs, visited, gain, vocabulary, place, rows, mass, first, count):
-    """Sum of the gains of one run's tokens at each visited (state, token), appended to `rows` and `mass`.
-
-    Args:
-        pairs, visited: int (N, T), as `draw` leaves them; dividing one for the other would cost more than all the rest.
-        gain: of each response, (N, 1), or of each token, (N, T).
-        place: where each state stands in `rows`; all -1 before and after. int (S,)
-        rows, mass: (most,), (most, V), filled from `count` on: first + s, in the order of the first visit, and the sum.
-    Returns: `count` and the rows added.
-    """
-    responses, horizon = pairs.shape
-    start, per_token = count, gain.shape[1] > 1
+def add_up(slot, gain, mass):
+    """Add the gain of each response, (N, 1), or of each token, (N, T), to its place in `mass`, (V most,)."""
+    responses, horizon = slot.shape
+    per_token = gain.shape[1] > 1
     for n in range(responses):
         for t in range(horizon):
-            if visited[n, t] < 0:
+            if slot[n, t] < 0:
                 break
-            state = np.uint64(visited[n, t])
-            if place[state] < 0:
-                place[state] = count
-                rows[np.uint64(count)] = first + np.int64(state)
-                mass[np.uint64(count)] = 0.0
-                count += 1
-            token = np.uint64(pairs[n, t]) - state * np.uint64(vocabulary)
-            mass[np.uint64(place[state]), token] += gain[n, t if per_token else 0]
-    for at in range(start, count):
-        place[rows[at] - first] = -1
-    return count
+            mass[np.uint64(slot[n, t])] += gain[n, t if per_token else 0]
 
 
 @njit(cache=True, nogil=True)
-def add_up_all(pairs, visited, gain, vocabulary, place, rows, mass):
-    """`add_up` of every run; a row is run S + s. int (R, N, T), (R, N, 1 or T). Returns the number of rows."""
-    count = 0
-    for run in range(len(pairs)):
-        first = run * len(place)
-        count = add_up(pairs[run], visited[run], gain[run], vocabulary, place, rows, mass, first, count)
-    return count
-
-
-@njit(cache=True, nogil=True)
-def sample(tables, sync, uniform, transition, initial, reward, normalised, room):
-    """`draw`, `advantages` and `add_up` of every run, one after the other, and log pi and log mu of the visited rows.
+def sample(tables, transition, initial, reward, normalised, room):
+    """`draw`, `advantages` and `add_up` of every run, one after the other; log pi and log mu of the visited rows.
 
     Args:
-        tables: (R, S, 4, V). sync: log mu. (R, S, V)
-        room: `Scratch`, filled.
+        tables: (R, S, 4, V)
+        room: `Scratch`, its uniform numbers drawn; the rest is filled.
     Returns: the number of rows.
     """
-    count, states = 0, len(transition)
-    for run in range(len(uniform)):
-        own, own_sync, start, first = tables[run], sync[run], count, run * states
-        pairs, visited, returns, log_weight = (
-            room.pairs[run],
-            room.visited[run],
-            room.returns[run],
-            room.log_weight[run],
-        )
-        draw(own, uniform[run], transition, initial, reward, pairs, visited, returns, log_weight)
-        advantages(returns, normalised, room.gain[run, :, 0])
-        gain, vocabulary = room.gain[run], len(reward[0])
-        count = add_up(pairs, visited, gain, vocabulary, room.place, room.rows, room.mass, first, count)
+    count, states, vocabulary = 0, len(transition), len(reward[0])
+    flat = room.mass.reshape(-1)
+    for run in range(len(room.uniform)):
+        table, start, first = tables[run], count, run * states
+        slot, returns, gain = room.slot[run], room.returns[run], room.gain[run]
+        problem = transition, initial, reward
+        count = draw(table, room.uniform[run], *problem, first, count, room, slot, returns, room.log_weight[run])
+        advantages(returns, normalised, gain[:, 0])
+        add_up(slot, gain, flat)
         for at in range(start, count):
             state = np.uint64(room.rows[at] - first)
-            room.train[at] = own[state, TRAIN]
-            room.sync[at] = own_sync[state]
+            for a in range(vocabulary):
+                room.train[a, at] = table[state, TRAIN, a]
+                room.sync[a, at] = table[state, SYNC, a]
     return count
 
 
 @njit(cache=True, nogil=True)
-def move(rows, mass, weight, centre, rate, tables, moved):
-    """logits[row] += rate * sum_a weight mass (e_a - centre), and a copy of those rows with the tokens first.
-
-    Args:
-        rows, mass: of `add_up`, its count of them. (M,), (M, V)
-        weight, centre: (M, V), or (1, V) for every row alike.
-        tables: its logits change. (R S, 4, V)
-        moved: filled with the new logits of the rows. (V, M)
-    """
-    vocabulary, alike = mass.shape[1], len(weight) == 1
+def move(rows, change, rate, table, after):
+    """logits += rate * change at those rows, and a copy of them. (M,), (V, M), number, (R S, 4, V), (V, M)"""
     for i in range(len(rows)):
-        row, total, w = np.uint64(rows[i]), 0.0, 0 if alike else i
-        for a in range(vocabulary):
-            mass[i, a] *= weight[w, a]
-            total += mass[i, a]
-        for a in range(vocabulary):
-            tables[row, LOGITS, a] += rate * (mass[i, a] - centre[i, a] * total)
-            moved[a, i] = tables[row, LOGITS, a]
+        row = np.uint64(rows[i])
+        for a in range(len(change)):
+            table[row, LOGITS, a] += rate * change[a, i]
+            after[a, i] = table[row, LOGITS, a]
 
 
 @njit(cache=True, nogil=True)
-def store(rows, moved, sync, tables):
-    """log pi of the moved rows and the lag it has from log mu. (M,), (V, M), (M, V), (R S, 4, V)"""
+def store(rows, train, table):
+    """log pi of those rows. (M,), (V, M), (R S, 4, V)"""
     for i in range(len(rows)):
-        row = np.uint64(rows[i])
-        for a in range(len(moved)):
-            tables[row, TRAIN, a] = moved[a, i]
-            tables[row, LAG, a] = moved[a, i] - sync[i, a]
+        for a in range(len(train)):
+            table[np.uint64(rows[i]), TRAIN, a] = train[a, i]
 
 
-def pack(logits: np.ndarray, train: np.ndarray, lag: np.ndarray, rollout: np.ndarray) -> np.ndarray:
-    """What a step reads and writes of each state, side by side: logits, log pi, lag, cumulative q. (R, S, 4, V)
+def tables(logits: np.ndarray, train: np.ndarray, sync: np.ndarray, rollout: np.ndarray) -> np.ndarray:
+    """What a step reads and writes of each state: cumulative q, log pi, log mu and logits, (R, S, V) each. (R, S, 4, V)
 
-    The last entry of the cumulative q, which rounding may leave below 1, is never read.
+    The last entry of the cumulative q, which rounding may leave below 1, is never read. At V = 4 a state fills two
+    cache lines of 64 bytes from the first byte on; numpy promises only 16.
     """
-    return np.stack([logits, train, lag, np.cumsum(np.exp(rollout), axis=-1)], axis=-2)
+    size = 4 * logits.size
+    room = np.empty(size + 7)
+    packed = room[-room.ctypes.data % 64 // 8 :][:size].reshape(*logits.shape[:-1], 4, -1)
+    packed[..., BELOW, :] = np.cumsum(np.exp(rollout), axis=-1)
+    packed[..., TRAIN, :], packed[..., SYNC, :], packed[..., LOGITS, :] = train, sync, logits
+    return packed
 
 
 class Scratch(NamedTuple):
-    """Arrays that every step fills anew."""
+    """Arrays that every step fills anew. most: rows there can be."""
 
     uniform: np.ndarray  # (R, N, T)
-    pairs: np.ndarray  # int (R, N, T)
-    visited: np.ndarray  # int (R, N, T)
+    slot: np.ndarray  # place of each token in `mass`, flat: a most + row; -1 after the end. int (R, N, T)
     returns: np.ndarray  # (R, N)
     log_weight: np.ndarray  # (R, N)
     gain: np.ndarray  # advantage of each response, (R, N, 1)
-    place: np.ndarray  # int (S,)
-    rows: np.ndarray  # int (most,)
-    mass: np.ndarray  # (most, V)
-    train: np.ndarray  # log pi of the rows, (most, V)
-    sync: np.ndarray  # log mu of the rows, (most, V)
+    place: np.ndarray  # where each state stands in `rows`; all -1 between runs. int (S,)
+    rows: np.ndarray  # visited states, run S + s. int (most,)
+    mass: np.ndarray  # sum of the gains at each (state, token). (V, most)
+    train: np.ndarray  # log pi of the rows, (V, most)
+    sync: np.ndarray  # log mu of the rows, (V, most)
 
 
 def scratch(runs: int, responses: int, horizon: int, states: int, vocabulary: int) -> Scratch:
@@ -181,14 +155,13 @@ def scratch(runs: int, responses: int, horizon: int, states: int, vocabulary: in
     most = runs * min(states, responses * horizon)
     return Scratch(
         uniform=np.empty((runs, responses, horizon)),
-        pairs=np.empty((runs, responses, horizon), dtype=np.int64),
-        visited=np.empty((runs, responses, horizon), dtype=np.int64),
+        slot=np.empty((runs, responses, horizon), dtype=np.int64),
         returns=np.empty((runs, responses)),
         log_weight=np.empty((runs, responses)),
         gain=np.empty((runs, responses, 1)),
         place=np.full(states, -1),
         rows=np.empty(most, dtype=np.int64),
-        mass=np.empty((most, vocabulary)),
-        train=np.empty((most, vocabulary)),
-        sync=np.empty((most, vocabulary)),
+        mass=np.empty((vocabulary, most)),
+        train=np.empty((vocabulary, most)),
+        sync=np.empty((vocabulary, most)),
     )

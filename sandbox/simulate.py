@@ -25,7 +25,7 @@ from sandbox.mismatch import RESYNCS, ConstantOffset, Resync
 from sandbox.policy import Policies, policies
 from sandbox.problems import Problem
 
-TOGETHER = 16  # runs that share numpy's calls: more and their tables leave the cache, fewer and the calls weigh
+TOGETHER = 32  # runs that share numpy's calls: more and their tables leave the cache, fewer and the calls weigh
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,12 @@ def step(rngs: Sequence[np.random.Generator], problem: Problem, state: State, cf
 
 
 def _own(state: State) -> tuple[State, np.ndarray]:
-    """A copy that `_advance` may change, and the tables that its trainer and its policy are views of. (R, S, 4, V)"""
-    train, sync, rollout = state.policies
-    tables = kernels.pack(state.trainer, train, train - sync, rollout)
-    kept = sync.copy()
-    now = Policies(tables[..., kernels.TRAIN, :], kept, kept if rollout is sync else rollout.copy())
-    owned = state._replace(trainer=tables[..., kernels.LOGITS, :], sampler=state.sampler.copy(), policies=now)
-    return owned, tables
+    """A copy that `_advance` may change, and the tables that trainer, pi and mu are views of. (R, S, 4, V)"""
+    _, sync, rollout = state.policies
+    tables = kernels.tables(state.trainer, *state.policies)
+    train, kept, trainer = (tables[..., which, :] for which in (kernels.TRAIN, kernels.SYNC, kernels.LOGITS))
+    now = Policies(train, kept, kept if rollout is sync else rollout.copy())
+    return state._replace(trainer=trainer, sampler=state.sampler.copy(), policies=now), tables
 
 
 def _scratch(problem: Problem, runs: int, cfg: SimConfig) -> kernels.Scratch:
@@ -147,33 +146,28 @@ def _advance(
     for rng, uniform in zip(rngs, room.uniform, strict=True):
         rng.random(out=uniform)
     machine = problem.transition, problem.initial, problem.reward
-    count = kernels.sample(tables, now.sync, room.uniform, *machine, cfg.advantage == "normalised", room)
-    batch_ess = diagnostics.ess(room.log_weight)
+    count = kernels.sample(tables, *machine, cfg.advantage == "normalised", room)
     # Every response is a group of its own: there is one prompt.
-    influence = diagnostics.ess_influence(room.log_weight)
+    batch_ess, influence = diagnostics.ess_and_influence(room.log_weight)
     standard_error = batch_ess * np.sqrt((influence**2).sum(axis=-1)) / cfg.batch_size
 
-    rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
+    change = _change(problem, now, room, count, cfg.correction)
     pulls = [exact.kl_gradient(problem, train) for train in now.train] if cfg.penalty else []
-    moved, flat = np.empty(mass.shape[::-1]), tables.reshape(-1, *tables.shape[2:])
-    kernels.move(rows, mass, weight, centre, cfg.step_size / cfg.batch_size, flat, moved)
-    # Tokens first: reductions over a short last axis are slow in numpy.
-    kernels.store(rows, log_softmax(moved, axis=0), room.sync, flat)
-    for table, sync, pull in zip(tables, now.sync, pulls, strict=False):
-        logits = table[:, kernels.LOGITS]
-        logits -= cfg.step_size * cfg.penalty * pull
-        table[:, kernels.TRAIN] = log_softmax(logits)
-        table[:, kernels.LAG] = table[:, kernels.TRAIN] - sync
+    after, rows, table = np.empty_like(change), room.rows[:count], tables.reshape(-1, *tables.shape[2:])
+    kernels.move(rows, change, cfg.step_size / cfg.batch_size, table, after)
+    kernels.store(rows, log_softmax(after, axis=0), table)
+    for run, pull in enumerate(pulls):
+        state.trainer[run] -= cfg.step_size * cfg.penalty * pull
+        now.train[run] = log_softmax(state.trainer[run])
 
     since_sync = state.since_sync + 1
     arguments = zip(since_sync.tolist(), batch_ess.tolist(), standard_error.tolist(), strict=True)
     synced = np.array([cfg.resync(*a) for a in arguments])
     info = _read(problem, now, cfg.readings)._replace(batch_ess=batch_ess, since_sync=since_sync, synced=synced)
     for run in np.flatnonzero(synced):
-        state.sampler[run] = state.trainer[run]
-        loaded = policies(state.trainer[run], state.trainer[run], state.log_offset[run])
-        now.sync[run], now.rollout[run] = loaded.sync, loaded.rollout
-        tables[run] = kernels.pack(state.trainer[run], loaded.train, loaded.train - loaded.sync, loaded.rollout)
+        trainer = state.sampler[run] = state.trainer[run]
+        loaded = policies(trainer, trainer, state.log_offset[run])
+        now.rollout[run], tables[run] = loaded.rollout, kernels.tables(trainer, *loaded)
     return state._replace(since_sync=since_sync * ~synced, syncs=state.syncs + synced), info
 
 
@@ -185,63 +179,71 @@ def update(problem: Problem, now: Policies, pairs: np.ndarray, cfg: SimConfig) -
     """
     states, vocabulary = problem.shape
     runs, n, horizon = pairs.shape
-    room = kernels.scratch(runs, n, horizon, states, vocabulary)._replace(pairs=pairs, visited=pairs // vocabulary)
+    room = kernels.scratch(runs, n, horizon, states, vocabulary)
     returns = _gather(problem.reward[None], pairs).sum(axis=-1)
     for run, gain in zip(returns, room.gain, strict=True):
         kernels.advantages(run, cfg.advantage == "normalised", gain[:, 0])
-    count = kernels.add_up_all(pairs, room.visited, room.gain, vocabulary, room.place, room.rows, room.mass)
+    drawn = pairs >= 0
+    rows, at = np.unique((np.arange(runs)[:, None, None] * states + pairs // vocabulary)[drawn], return_inverse=True)
+    count = len(rows)
+    room.rows[:count], room.mass[:], room.slot[:] = rows, 0.0, -1
+    room.slot[drawn] = pairs[drawn] % vocabulary * len(room.rows) + at
+    for slot, gain in zip(room.slot, room.gain, strict=True):
+        kernels.add_up(slot, gain, room.mass.reshape(-1))
     for of, into in ((now.train, room.train), (now.sync, room.sync)):
-        into[:count] = of.reshape(-1, vocabulary)[room.rows[:count]]
-    rows, mass, weight, centre = _visited(problem, now, room, count, cfg.correction)
-    total = np.zeros((now.train.size // vocabulary, 4, vocabulary))
-    kernels.move(rows, mass, weight, centre, 1 / pairs.shape[1], total, np.empty(mass.shape[::-1]))
-    return total[:, kernels.LOGITS].reshape(now.train.shape)
+        into[:, :count] = of.reshape(-1, vocabulary)[rows].T
+    total = np.zeros(now.train.shape)
+    total.reshape(-1, vocabulary)[rows] = _change(problem, now, room, count, cfg.correction).T / n
+    return total
 
 
-def _visited(
-    problem: Problem, now: Policies, room: kernels.Scratch, count: int, correction: Correction
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, mass, weight, centre): the batch's update is sum_a weight mass (e_a - centre) at each visited row.
+def _change(problem: Problem, now: Policies, room: kernels.Scratch, count: int, correction: Correction) -> np.ndarray:
+    """The batch's sum of weight A (e_a - c(.|s)) at each visited row, tokens first. (V, M)
 
     Args:
-        room: with pairs and gain of the batch, and its first `count` rows, their mass, log pi and log mu.
+        room: of the batch, with its first `count` rows.
     """
-    rows, mass, train, sync = room.rows[:count], room.mass[:count], room.train[:count], room.sync[:count]
-    if correction.factors and correction != CORRECTIONS["none"]:
-        exact_engine = now.rollout is now.sync
-        rollout = sync if exact_engine else np.take(now.rollout.reshape(-1, problem.shape[1]), rows, axis=0)
-        weight, centre = exact.token_weights(Policies(train, sync, rollout), correction)
-        return rows, mass, weight, centre
+    mass, train, sync = room.mass[:, :count], room.train[:, :count], room.sync[:, :count]
     if not correction.factors:
-        mass = _mass_from_batch(problem, now, room, correction)[:count]
-    return rows, mass, np.ones((1, problem.shape[1])), np.exp(train)
+        mass = _mass_from_batch(problem, now, room, correction)[:, :count]
+    if not correction.factors or correction == CORRECTIONS["none"]:
+        return mass - np.exp(train) * mass.sum(axis=0)
+    rollout = sync
+    if now.rollout is not now.sync:
+        rollout = np.ascontiguousarray(np.take(now.rollout.reshape(-1, problem.shape[1]), room.rows[:count], axis=0).T)
+    weight, centre = exact.token_weights(Policies(train.T, sync.T, rollout.T), correction)
+    mass = mass * weight.T
+    return mass - centre.T * mass.sum(axis=0)
 
 
 def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, correction: Correction) -> np.ndarray:
     """Sum of weight times advantage at each visited (state, token), and its centring, for a correction that must see
-    whole responses or their advantage: through a Batch. (most, V)"""
-    pairs, vocabulary = room.pairs, problem.shape[1]
-    runs, n, horizon = pairs.shape
-    train, sync, rollout = (_gather(p, pairs).reshape(-1, horizon) for p in now)
-    advantage = room.gain.reshape(-1, 1)
-    batch = Batch(train, rollout, (pairs >= 0).reshape(-1, horizon), advantage, sync)
+    whole responses or their advantage: through a Batch. (V, most)"""
+    vocabulary, horizon = problem.shape[1], room.slot.shape[-1]
+    mask = room.slot >= 0
+    token, row = np.divmod(np.where(mask, room.slot, 0), len(room.rows))
+    state = room.rows[row]
+    mask, token, state = (x.reshape(-1, horizon) for x in (mask, token, state))
+    every = [p.reshape(-1, vocabulary)[state] for p in now]
+    train, sync, rollout = (np.take_along_axis(p, token[..., None], axis=-1)[..., 0] for p in every)
+    batch = Batch(train, rollout, mask, room.gain.reshape(-1, 1), sync)
     if correction.centres:
-        index, row = np.arange(runs)[:, None, None], pairs // vocabulary
-        train, sync, rollout = (p[index, row].reshape(runs * n, horizon, -1) for p in now)
+        train, sync, rollout = every
         batch = replace(batch, logp_train_all=train, logp_sync_all=sync, logp_rollout_all=rollout)
     weight, keep, shift = correction(batch)
-    gain = np.where(keep, weight * advantage, 0.0).reshape(pairs.shape)
+    gain = np.where(keep, weight * batch.advantage, 0.0).reshape(room.slot.shape)
 
     def add_up(gain: np.ndarray) -> np.ndarray:
-        mass = np.empty_like(room.mass)
-        kernels.add_up_all(pairs, room.visited, gain, vocabulary, room.place, room.rows, mass)
+        mass = np.zeros_like(room.mass)
+        for slot, own in zip(room.slot, gain, strict=True):
+            kernels.add_up(slot, own, mass.reshape(-1))
         return mass
 
     mass = add_up(gain)
     if not isinstance(shift, int | float):
         for a in range(vocabulary):
             # c - pi sums to 0 over the tokens: taken off the mass it leaves the total as it is.
-            mass[:, a] -= add_up(gain * shift[..., a].reshape(pairs.shape)).sum(axis=-1)
+            mass[a] -= add_up(gain * shift[..., a].reshape(gain.shape)).sum(axis=0)
     return mass
 
 
