@@ -220,10 +220,10 @@ def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, cor
     """Sum of weight times advantage at each visited (state, token), and its centring, for a correction that must see
     whole responses or their advantage: through a Batch. (V, most)"""
     vocabulary, horizon = problem.shape[1], room.slot.shape[-1]
-    mask = room.slot >= 0
-    token, row = np.divmod(np.where(mask, room.slot, 0), len(room.rows))
+    slot = room.slot.reshape(-1, horizon)
+    mask = slot >= 0
+    token, row = np.divmod(np.where(mask, slot, 0), len(room.rows))
     state = room.rows[row]
-    mask, token, state = (x.reshape(-1, horizon) for x in (mask, token, state))
     every = [p.reshape(-1, vocabulary)[state] for p in now]
     train, sync, rollout = (np.take_along_axis(p, token[..., None], axis=-1)[..., 0] for p in every)
     batch = Batch(train, rollout, mask, room.gain.reshape(-1, 1), sync)
