@@ -224,11 +224,10 @@ def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, cor
     mask = slot >= 0
     token, row = np.divmod(np.where(mask, slot, 0), len(room.rows))
     state = room.rows[row]
-    every = [p.reshape(-1, vocabulary)[state] for p in now]
-    train, sync, rollout = (np.take_along_axis(p, token[..., None], axis=-1)[..., 0] for p in every)
+    train, sync, rollout = (p.reshape(-1)[state * vocabulary + token] for p in now)
     batch = Batch(train, rollout, mask, room.gain.reshape(-1, 1), sync)
     if correction.centres:
-        train, sync, rollout = every
+        train, sync, rollout = (p.reshape(-1, vocabulary)[state] for p in now)
         batch = replace(batch, logp_train_all=train, logp_sync_all=sync, logp_rollout_all=rollout)
     weight, keep, shift = correction(batch)
     gain = np.where(keep, weight * batch.advantage, 0.0).reshape(room.slot.shape)
