@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed-$(KIND)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
 
-.PHONY: demo test test-slow lint bench lab clean
+.PHONY: demo test test-slow test-browser lint bench lab clean
 
 demo: $(INSTALLED)
 	$(BIN)/mismatch demo
@@ -18,6 +18,11 @@ test: lint
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
+# In Debian's Chromium, which is installed where it is missing and the user may.
+test-browser: .venv/.installed-lab
+	@command -v chromium > /dev/null || (apt-get update && apt-get install --yes chromium) > /dev/null
+	$(BIN)/python -m pytest tests/browser
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -27,7 +32,10 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
+# The configuration makes a double click on a notebook's .py open it as a notebook.
+lab: export JUPYTER_CONFIG_DIR := $(CURDIR)/.venv/jupyter
 lab: .venv/.installed-lab
+	$(BIN)/jupytext-config set-default-viewer python
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 .venv/.installed-lab: $(INSTALLED) pyproject.toml

@@ -79,7 +79,7 @@ def run(demo: Demo, folder: Path, progress: Progress) -> dict[str, Any]:
         figure = draw(curves, runs, [row for row in tabular if "mean_field_ess_step" in row])
         built = json.loads((path / "recipe.json").read_text())
         title = "An ESS collapse: predicted, simulated, observed"
-        page = report.render(title, sections(demo, outcome, figure, built), foot())
+        page = report.render(title, sections(demo, outcome, figure, built), results.foot())
         results.write_text(folder / "report.html", page)
         pdf = io.BytesIO()
         figure.savefig(pdf, format="pdf")
@@ -102,14 +102,6 @@ def table_of(runs: dict[tuple[str, int], pl.DataFrame], kl: dict[tuple[str, int]
         row["rms_discrepancy"] = float(np.sqrt(steps["discrepancy"].drop_nulls().to_numpy().mean()))
         rows.append(row)
     return rows
-
-
-def foot() -> dict[str, Any]:
-    """Provenance at the foot of the page."""
-    origin = results.provenance()
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
-    changed = "with uncommitted changes" if origin["git_diff"] else ""
-    return {"commit": f"{origin['git_commit']} {changed}", "machine": origin["machine"], "versions": versions}
 
 
 def shown(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

@@ -293,4 +293,4 @@ def save(folder: Path, rows: Sequence[Row]) -> None:
         prose = (row.statement, f"Criterion, written before the run: {row.criterion}.", f"Found: {row.reason}.")
         numbers = tuple({"measured": name, "value": value} for name, value in row.measured.items())
         sections.append(report.Section(f"{row.id}: {row.verdict}", prose, numbers, figure))
-    results.write_text(folder / "report.html", report.render("Claims", sections, results.provenance()))
+    results.write_text(folder / "report.html", report.render("Claims", sections, results.foot()))

@@ -89,6 +89,14 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def foot() -> dict[str, str]:
+    """`provenance` as it stands at the foot of a page: the diff itself is in run.json."""
+    origin = provenance()
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
+    changed = "with uncommitted changes" if origin["git_diff"] else ""
+    return {"commit": f"{origin['git_commit']} {changed}", "machine": origin["machine"], "versions": versions}
+
+
 def write_table(path: Path, table: pl.DataFrame) -> None:
     """Write a Parquet file whole or not at all."""
     # through memory: polars reports a full disk as a ComputeError without errno

@@ -1,0 +1,131 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Predicting the collapse step
+#
+# `ess_step` is the number of optimiser updates since the sync until the sequence ESS of the lag is below 1/2. It can be
+# predicted from what is known just after the sync. `failure_step`, the first lasting drop of the return below on-policy
+# training, is another event; the two are never one word.
+
+# %%
+import math
+
+import ipywidgets
+import matplotlib.pyplot as plt
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from sandbox import collapse, plots, predict, problems, simulate, theory
+from sandbox.corrections import CORRECTIONS
+from sandbox.interactive import explore
+from sandbox.mismatch import EveryK
+
+tree = problems.sparse_tree(np.random.default_rng(1))  # 4^6 sequences, the best tenth earn 1
+start = np.zeros(tree.shape)
+
+# %% [markdown]
+# Three levels. **Closed form**: Var[log w] = a k^2 + b k from drift and noise of the first update, and ESS ~ exp(-Var).
+# **Linearised**: the lag's own effect on the update, to first order. **Mean field**: the exact expected update,
+# iterated.
+
+# %%
+rows = []
+for step_size in (0.25, 0.5, 1.0, 2.0, 4.0):
+    closed = theory.closed_form(tree, start, step_size, 256)
+    field = theory.mean_field(tree, start, CORRECTIONS["none"], step_size, 80)
+    rows.append({"step size": step_size, "closed form": closed.ess_step, "mean field": field.ess_step})
+table = pl.DataFrame(rows)
+print(table)
+assert table["closed form"].to_list() == [54, 27, 14, 7, 4]
+
+# %% [markdown]
+# Simulated runs, each with its own noise, scatter about the mean field.
+
+# %%
+config = simulate.SimConfig(step_size=1.0, steps=40, seed=3)
+runs = simulate.run(tree, start, config, range(12))
+steps = simulate.ess_steps(runs.table)["ess_step"]
+print("simulated ess_step", sorted(steps), "mean field", rows[2]["mean field"])
+assert abs(np.median(steps) - rows[2]["mean field"]) <= 2
+
+# %% [markdown]
+# On a real model drift and noise are out of reach, but Var[log w] of the first updates is measured for free. Fit the
+# updates with Var <= ln 2 / 8 and extrapolate to ln 2: out of sample, with an interval, and with two honest ways to
+# decline: "no collapse within the horizon", and "not identifiable" for fewer than three points.
+
+# %%
+one = runs.table.filter(run=0)
+variance = -np.log(one["ess"].to_numpy())  # of a log-normal weight with that ESS
+fit = collapse.fit_collapse(one["step"].to_numpy(), variance, horizon=40)
+print(fit.status, fit.ess_step, "from", fit.points_used, "updates, 90 %", fit.interval, "observed", steps[0])
+assert fit.status == "predicted"
+assert abs(fit.ess_step / steps[0] - 1) < 0.25
+assert collapse.fit_collapse([1, 2], [0.01, 0.02]).status == "not_identifiable"
+
+# %% [markdown]
+# Two events. Below: the ESS, and the return against on-policy training (mean and central 90 % of 12 runs). An
+# uncorrected run's return can leave on-policy before the ESS says anything, or long after.
+
+# %%
+on_policy = simulate.run(tree, start, simulate.SimConfig(resync=EveryK(1), steps=40, seed=4), range(12))
+failures = predict.failure_steps(runs.table, on_policy.table)["failure_step"]
+print("failure_step", sorted(failures), "ess_step", sorted(steps))
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+mean = {
+    name: result.table.group_by("step", maintain_order=True).agg(
+        pl.col("return", "ess").mean(),
+        low=pl.col("ess").quantile(0.05),
+        high=pl.col("ess").quantile(0.95),
+        return_low=pl.col("return").quantile(0.05),
+        return_high=pl.col("return").quantile(0.95),
+    )
+    for name, result in (("on-policy", on_policy), ("none", runs))
+}
+plots.ess_curves(axes[0], {"none": mean["none"]})
+plots.prediction_marks(axes[0], {"none": rows[2]["closed form"]})
+plots.value_curves(axes[1], mean.items(), "return", "return")
+for ax in axes:
+    ax.legend(fontsize=8)
+assert math.isfinite(np.median(failures))
+
+# %% [markdown]
+# A corrected run is another matter: the lag saturates, and an open-loop extrapolation calls collapses that do not come.
+# The linearised level with the update that is really applied knows better, and the mean field knows best. Move step
+# size and correction.
+
+
+# %%
+def draw(correction: str, step_size: float) -> Figure:
+    small = problems.sparse_tree(np.random.default_rng(1), depth=4)
+    at = np.zeros(small.shape)
+    closed = theory.closed_form(small, at, step_size, math.inf)
+    curve, linear = theory.linearised(small, at, step_size, 0.0, 24, correction=CORRECTIONS[correction])
+    field = theory.mean_field(small, at, CORRECTIONS[correction], step_size, 24)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    levels = {
+        "closed form": (closed.a * np.arange(1, 25) ** 2, closed.ess_step),
+        "linearised": (curve, linear),
+        "mean field": (-np.log(field.table["ess"].to_numpy()), field.ess_step),
+    }
+    plots.prediction_levels(figure.subplots(), levels)
+    return figure
+
+
+draw("tis", 1.0)
+
+# %%
+explore(
+    draw,
+    correction=ipywidgets.Dropdown(options=["none", "tis", "dlc", "cis", "icepop"], value="tis"),
+    step_size=ipywidgets.FloatSlider(1.0, min=0.1, max=4.0, step=0.1, description="step size"),
+)
