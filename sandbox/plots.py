@@ -11,7 +11,9 @@ import matplotlib
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from sandbox import delay
 
@@ -34,7 +36,18 @@ PARTS: dict[str, dict] = {  # of a bias; tints of grey and blue, as they are no 
     "prefix": {"color": "#3b528b", "linestyle": "-."},
     "downstream": {"color": "#9aa8d4", "linestyle": ":"},
 }
-LABELS = {"none": "uncorrected", "tis": "token TIS", "dlc": "DLC", "on-policy": "on-policy"}
+LABELS = {
+    "none": "uncorrected",
+    "tis": "token TIS",
+    "seq_tis": "sequence TIS",
+    "seq_is": "sequence IS",
+    "mis": "token MIS",
+    "seq_mis": "sequence MIS",
+    "icepop": "IcePop",
+    "ppo": "PPO clip",
+    "cis": "CIS",
+    "dlc": "DLC",
+}
 
 
 def label(correction: str) -> str:
@@ -250,6 +263,47 @@ def prediction_levels(ax: Axes, levels: Mapping[str, tuple[np.ndarray, float]]) 
     ax.text(0.99, math.log(2), "ESS = 1/2", ha="right", va="bottom", fontsize=7, transform=_across(ax))
     ax.set(xlabel="updates since the sync, k", ylabel="Var of the sequence log lag ratio (nats²)", ylim=(0, 2))
     ax.legend(fontsize=8)
+    return ax
+
+
+def phase_map(ax: Axes, table: pl.DataFrame, most: float = 100.0) -> AxesImage:
+    """How far from on-policy one correction's training ends, by both sources; the image, for a colour bar.
+
+    Args:
+        table: a row a cell of the grid: discrepancy (sd, nats), staleness (updates between syncs), kl (in units of the
+            on-policy pair's).
+        most: end of the colour scale, logarithmic from .1; the line is where kl = 2, the bound of claim C6.
+    """
+    grid = table.pivot("discrepancy", index="staleness", values="kl").sort("staleness")
+    across, up = [float(x) for x in grid.columns[1:]], grid["staleness"].to_list()
+    cells = grid.drop("staleness").to_numpy()
+    image = ax.imshow(np.clip(cells, 0.1, None), origin="lower", aspect="auto", cmap="cividis", norm=LogNorm(0.1, most))
+    if cells.min() < 2 < cells.max():
+        ax.contour(cells, levels=[2.0], colors="white", linewidths=1.2)
+    ax.set_xticks(range(len(across)), [f"{x:g}" for x in across])
+    ax.set_yticks(range(len(up)), [f"{x:g}" for x in up])
+    ax.set(xlabel="discrepancy, sd (nats)", ylabel="updates between syncs")
+    return image
+
+
+def bias_against_noise(ax: Axes, table: pl.DataFrame) -> Axes:
+    """One point a correction: bias of its update against the noise of a batch, both in units of the gradient.
+
+    Args:
+        table: columns correction, bias, noise.
+    """
+    right, top = 1.5 * float(table["noise"].max()), 1.1 * max(float(table["bias"].max()), 0.05)  # type: ignore[arg-type]
+    free = -math.inf  # names stand in a column, one above the other, with a line to their point
+    for correction, bias, noise in table.sort("bias").select("correction", "bias", "noise").iter_rows():
+        free = max(bias, free + 0.055 * top)
+        ax.plot([noise, 0.8 * right], [bias, free], color="0.8", linewidth=0.6, zorder=0)
+        ax.plot([noise], [bias], "o", color=STYLES[correction]["color"], markersize=8, markeredgecolor="0.3")
+        ax.text(0.81 * right, free, label(correction), fontsize=8, va="center")
+    angle = np.linspace(0, np.pi / 2, 60)
+    for radius in np.linspace(0, np.hypot(right, top), 7)[1:]:
+        ax.plot(radius * np.sin(angle), radius * np.cos(angle), ":", color="0.8", linewidth=0.8, zorder=0)
+    ax.set(xlabel="noise of a batch of 256 (units of the gradient)", ylabel="bias (units of the gradient)")
+    ax.set(xlim=(0, right), ylim=(-0.02 * top, top))
     return ax
 
 

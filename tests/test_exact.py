@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from sandbox import enumeration, exact, problems
 from sandbox.corrections import CIS, CORRECTIONS, DLC, Truncate
 from sandbox.errors import BadInput
-from sandbox.policy import log_policy, policies, random_logits
+from sandbox.policy import Policies, log_policy, policies, random_logits
 from sandbox.problems import Problem
 from tests import reference, strategies
 
@@ -273,3 +273,19 @@ def test_per_token_kl_does_not_see_what_the_sequence_ess_sees():
     assert sizes[0] > 0.88
     assert 0.6 < sizes[1] < 0.75
     assert 0.15 < sizes[2] < 0.3
+
+
+@pytest.mark.parametrize("name", ["none", "seq_tis", "ppo", "dlc", "seq_dlc"])
+@given(case=strategies.problems_with_policies())
+def test_variance_of_one_responses_update_equals_enumeration(name, case):
+    problem, (train, sync, rollout) = case
+    baseline, scale = reference.returns(problem, rollout) + 0.1, 0.7
+    mean, square = np.zeros(problem.shape), 0.0
+    for e in reference.episodes(problem):
+        advantage = (reference.reward(problem, e) - baseline) / scale
+        update = reference.response_update(name, train, sync, rollout, e, advantage)
+        probability = math.exp(reference.log_prob(rollout, e))
+        mean, square = mean + probability * update, square + probability * float((update**2).sum())
+    correction = (CORRECTIONS | {"seq_dlc": DLC("sequence")})[name]
+    variance = enumeration.update_variance(problem, Policies(train, sync, rollout), correction, baseline, scale)
+    assert math.isclose(variance, square - float((mean**2).sum()), rel_tol=1e-9, abs_tol=1e-12 * (1 + square))
