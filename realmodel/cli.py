@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -93,6 +93,65 @@ def predict(
         results.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
         results.finish_run(folder)
     _print(sys.stdout, outcome, json, predictions.tables(outcome))
+
+
+def sweep(
+    config: tyro.conf.Positional[Path],
+    resume: bool = False,
+    workers: int = -1,
+    backend: Literal["loky", "dask", "ray"] = "loky",
+    address: str | None = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """A grid of simulated trainings on tabular problems: over discrepancy, lag, correction, step size, seeds.
+
+    Args:
+        config: TOML file, see realmodel/configs/sweep.toml.
+        resume: go on with the folder --out, which an earlier call with this config has left.
+        workers: processes; all cores by default.
+        backend: local processes (loky), or a dask or ray cluster.
+        address: of the cluster's scheduler; a local cluster by default.
+    """
+    from sandbox import config as configs
+    from sandbox import sweep as grids
+
+    settings = configs.load(config, grids.SweepConfig)
+    if workers == 0 or workers < -1:
+        raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
+    if resume and out is None:
+        raise BadInput("--resume needs --out, the folder to go on with")
+    folder = out if resume and out is not None else _folder(out, config.stem)
+    with _bar() as bar:
+        task = bar.add_task("tasks", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        table = grids.run(settings, folder, resume, workers, backend, address, progress)
+    rows = grids.summary(table).to_dicts()
+    _print(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
+    if not json:
+        sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")
+
+
+def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = False) -> None:
+    """Monte Carlo training of one cell of a sweep, in this process; --out keeps every step of every run.
+
+    Args:
+        config: TOML file of a sweep whose axes have one value each, see realmodel/configs/sweep.toml.
+    """
+    from sandbox import config as configs
+    from sandbox import sweep as grids
+
+    settings = configs.load(config, grids.SweepConfig)
+    folder = None if out is None else _folder(out, config.stem)
+    steps, row = grids.one(settings)
+    if folder is not None:
+        results.create_run(folder, configs.resolved(settings))
+        results.write_table(folder / "steps.parquet", steps)
+        results.finish_run(folder)
+    _print(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
 def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = False) -> None:
@@ -181,7 +240,15 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        commands = {"claims": claims, "demo": demo, "exact": exact, "predict": predict, "train": train}
+        commands = {
+            "claims": claims,
+            "demo": demo,
+            "exact": exact,
+            "predict": predict,
+            "simulate": simulate,
+            "sweep": sweep,
+            "train": train,
+        }
         tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)

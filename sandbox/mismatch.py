@@ -28,6 +28,21 @@ class ConstantOffset:
         return self.sd * rng.normal(size=shape)
 
 
+@dataclass(frozen=True, eq=False)
+class GivenOffset:
+    """The same log-offset table in every run; a number adds nothing, as the sampler renormalises.
+
+    Args:
+        log_offset: nats. (S, V), or 0.0 for an exact sampler
+    """
+
+    log_offset: np.ndarray | float = 0.0
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        """The table. (S, V)"""
+        return np.broadcast_to(self.log_offset, shape).astype(float)
+
+
 class Resync(Protocol):
     """Sync after this update?"""
 

@@ -7,34 +7,32 @@ level": a correction that weighs whole truncated sequences has no recursion, and
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 
-from sandbox import collapse, exact, problems, simulate, theory
+from sandbox import collapse, exact, problem_json, simulate, theory
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
-from sandbox.mismatch import EveryK
-from sandbox.problems import Problem
+from sandbox.mismatch import EveryK, GivenOffset
+from sandbox.problems import Case, Problem
 from sandbox.simulate import SimConfig
 
-SOURCES: dict[str, Callable[[], Problem]] = {
-    "bandit": lambda: problems.bandit([0.0, 1.0]),
-    "sparse_tree": lambda: problems.sparse_tree(np.random.default_rng(0)),
-    "machine": lambda: problems.state_machine(np.random.default_rng(0), 16, 4, 64),
-}
+Start = Literal["sampler_logits", "uniform"]
 LEVELS = ("closed_form", "linearised", "mean_field", "simulated")
 
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """A tabular prediction: training from a sync at the uniform policy, never synced again.
+    """A tabular prediction: training from a sync, never synced again.
 
     Args:
-        problem: name of a preset.
+        problem: a preset or a PROBLEM.json file (`problem_json.py`).
+        start: weights at the sync, the problem's own ("sampler_logits") or 0 ("uniform").
+        exact_sampler: leave the problem's `sampler_log_offset` out.
         correction: any member of `corrections.CORRECTIONS`.
         step_size: of plain gradient ascent on the logits.
         batch_size: responses per update.
@@ -46,6 +44,8 @@ class PredictConfig:
     """
 
     problem: str
+    start: Start = "sampler_logits"
+    exact_sampler: bool = False
     correction: Correction = CORRECTIONS["none"]
     step_size: float = 1.0
     batch_size: int = 256
@@ -57,19 +57,23 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         collapse.var_threshold(self.threshold)
-        if self.problem not in SOURCES:
-            raise BadInput(f"unknown problem {self.problem!r}, known: {', '.join(SOURCES)}")
         if not 0 < self.step_size < math.inf:
             raise BadInput(f"step_size is {self.step_size}, expected a finite number above 0")
         if self.runs == 1 or self.runs < 0:
             raise BadInput(f"runs is {self.runs}, expected 0 or at least 2: the noise of seeds needs two")
-        training(self)  # refuses the rest
+        training(self, 0.0)  # refuses the rest
 
 
-def training(config: PredictConfig) -> SimConfig:
-    """The simulated training of this prediction."""
+def start_of(case: Case, start: Start) -> np.ndarray:
+    """Weights of trainer and sampler at the sync. (S, V)"""
+    return case.sampler_logits if start == "sampler_logits" else np.zeros(case.problem.shape)
+
+
+def training(config: PredictConfig, log_offset: np.ndarray | float) -> SimConfig:
+    """The simulated training of this prediction, under that offset of the sampler's engine."""
     return SimConfig(
         config.correction,
+        discrepancy=GivenOffset(log_offset),
         step_size=config.step_size,
         batch_size=config.batch_size,
         steps=config.steps,
@@ -84,10 +88,12 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
     Returns: `ess_step` {closed_form, linearised, mean_field, simulated: median, simulated_interval: quartiles},
         `failure_step` {simulated: median, share: of the runs that failed within the horizon}, `prediction` (that of the
         mean field, or of simulation where there is none), `status`, `a`, `b`, `curve` (a list of k, and Var[log w] of
-        each level, and the mean field's ess and return).
+        each level, and the mean field's ess and return). The closed form is that of the uncorrected update under an
+        exact sampler, whatever the correction and the discrepancy; the others have both.
     """
-    problem = SOURCES[config.problem]()
-    logits, rng = np.zeros(problem.shape), np.random.default_rng(config.seed)
+    case = problem_json.named(config.problem)
+    problem, logits, rng = case.problem, start_of(case, config.start), np.random.default_rng(config.seed)
+    offset = 0.0 if config.exact_sampler or not case.sampler_log_offset.any() else case.sampler_log_offset
     common = {"advantage": config.advantage, "threshold": config.threshold}
     closed = theory.closed_form(problem, logits, config.step_size, config.batch_size, rng=rng, **common)
     k = np.arange(1, config.steps + 1)
@@ -97,9 +103,18 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
     recursion = config.correction.factors or config.correction == CORRECTIONS["seq_is"]
     if recursion:
         curve["linearised"], steps["linearised"] = theory.linearised(
-            problem, logits, config.step_size, closed.b, config.steps, correction=config.correction, **common
+            problem,
+            logits,
+            config.step_size,
+            closed.b,
+            config.steps,
+            correction=config.correction,
+            log_offset=offset,
+            **common,
         )
-        field = theory.mean_field(problem, logits, config.correction, config.step_size, config.steps, **common)
+        field = theory.mean_field(
+            problem, logits, config.correction, config.step_size, config.steps, log_offset=offset, **common
+        )
         steps["mean_field"] = field.ess_step
         curve |= {
             "mean_field": field.table["var_log_ratio"],
@@ -108,29 +123,27 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
         }
     outcome = {"ess_step": steps, "a": closed.a, "b": closed.b, "threshold": config.threshold}
     if config.runs:
-        outcome["ess_step"] = steps | _simulated_ess_step(problem, logits, config)
-        outcome["failure_step"] = _simulated_failure_step(problem, logits, config)
+        simulated, failure = _simulated(problem, logits, config, offset)
+        outcome |= {"ess_step": steps | simulated, "failure_step": failure}
     best = steps["mean_field"] if recursion else outcome["ess_step"].get("simulated", math.nan)
     status = "predicted" if math.isfinite(best) else "no_collapse_within_horizon" if best > 0 else "not_identifiable"
     outcome |= {"prediction": best, "status": status}
     return outcome | {"curve": pl.DataFrame(curve).to_dicts()}
 
 
-def _simulated_ess_step(problem: Problem, logits: np.ndarray, config: PredictConfig) -> dict[str, Any]:
-    table = simulate.run(problem, logits, training(config), range(config.runs)).table
+def _simulated(
+    problem: Problem, logits: np.ndarray, config: PredictConfig, offset: np.ndarray | float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ess_step of simulated runs, and their failure_step against as many on-policy ones with other seeds."""
+    runs = range(config.runs)
+    table = simulate.run(problem, logits, training(config, offset), runs).table
+    fresh = replace(training(config, 0.0), correction=CORRECTIONS["none"], resync=EveryK(1))
+    on_policy = simulate.run(problem, logits, fresh, range(config.runs, 2 * config.runs)).table
     steps = np.sort(simulate.ess_steps(table, config.threshold)["ess_step"].to_numpy())
     quartiles = [float(steps[int(share * (len(steps) - 1))]) for share in (0.25, 0.75)]
-    return {"simulated": _median(steps), "simulated_interval": quartiles}
-
-
-def _simulated_failure_step(problem: Problem, logits: np.ndarray, config: PredictConfig) -> dict[str, Any]:
-    """failure_step of each simulated run against as many on-policy ones with other seeds."""
-    cfg = training(config)
-    steps = failure_steps(
-        simulate.run(problem, logits, cfg, range(config.runs)).table,
-        simulate.run(problem, logits, replace(cfg, resync=EveryK(1)), range(config.runs, 2 * config.runs)).table,
-    )["failure_step"].to_numpy()
-    return {"simulated": _median(np.sort(steps)), "share": float(np.isfinite(steps).mean())}
+    fails = failure_steps(table, on_policy)["failure_step"].to_numpy()
+    failure = {"simulated": _median(np.sort(fails)), "share": float(np.isfinite(fails).mean())}
+    return {"simulated": _median(steps), "simulated_interval": quartiles}, failure
 
 
 def _median(ordered: np.ndarray) -> float:

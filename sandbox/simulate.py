@@ -21,7 +21,7 @@ from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
-from sandbox.mismatch import RESYNCS, ConstantOffset, Resync
+from sandbox.mismatch import RESYNCS, ConstantOffset, GivenOffset, Resync
 from sandbox.policy import Policies, policies
 from sandbox.problems import Problem
 
@@ -35,7 +35,7 @@ class SimConfig:
     Args:
         correction: any member of `corrections.CORRECTIONS`.
         resync: any rule of `mismatch.py`.
-        discrepancy: what the sampler's engine adds; every run draws its own.
+        discrepancy: what the sampler's engine adds; of a `ConstantOffset` every run draws its own.
         step_size: of plain gradient ascent on the logits.
         batch_size: responses per update, N >= 2.
         steps: updates.
@@ -49,7 +49,7 @@ class SimConfig:
 
     correction: Correction = CORRECTIONS["none"]
     resync: Resync = RESYNCS["never"]
-    discrepancy: ConstantOffset = ConstantOffset()  # noqa: RUF009, frozen
+    discrepancy: ConstantOffset | GivenOffset = ConstantOffset()  # noqa: RUF009, frozen
     step_size: float = 1.0
     batch_size: int = 256
     steps: int = 100

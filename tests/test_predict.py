@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +12,25 @@ import polars as pl
 import pytest
 
 from realmodel import compare
-from sandbox import collapse, config, predict, simulate, theory
+from sandbox import collapse, config, predict, problem_json, simulate, theory
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
-from sandbox.mismatch import EveryK
+from sandbox.mismatch import EveryK, GivenOffset
 from sandbox.predict import PredictConfig
 
 ROOT = Path(__file__).parent.parent
 
 
+SMALL = PredictConfig("sparse_tree", "uniform", exact_sampler=True, step_size=2.0, steps=30, runs=4)
+
+
 @pytest.fixture(scope="module")
 def outcome():
-    return predict.tabular(PredictConfig("sparse_tree", step_size=2.0, steps=30, runs=4))
+    return predict.tabular(SMALL)
 
 
 def test_levels_are_those_of_theory_and_simulation(outcome):
-    problem = predict.SOURCES["sparse_tree"]()
+    problem = problem_json.named("sparse_tree").problem
     logits = np.zeros(problem.shape)
     closed = theory.closed_form(problem, logits, 2.0, 256)
     field = theory.mean_field(problem, logits, CORRECTIONS["none"], 2.0, 30)
@@ -46,11 +50,11 @@ def test_levels_are_those_of_theory_and_simulation(outcome):
 
 
 def test_failure_step_is_that_of_the_returns(outcome):
-    problem = predict.SOURCES["sparse_tree"]()
+    problem = problem_json.named("sparse_tree").problem
     logits = np.zeros(problem.shape)
-    cfg = predict.training(PredictConfig("sparse_tree", step_size=2.0, steps=30, runs=4))
+    cfg = predict.training(SMALL, 0.0)
     stale = simulate.run(problem, logits, cfg, range(4)).table
-    fresh = simulate.run(problem, logits, simulate.replace(cfg, resync=EveryK(1)), range(4, 8)).table
+    fresh = simulate.run(problem, logits, replace(cfg, resync=EveryK(1)), range(4, 8)).table
     steps = predict.failure_steps(stale, fresh)["failure_step"].to_list()
     mean = np.mean([one["return"].to_numpy() for one in fresh.partition_by("run")], axis=0)
     for one, step in zip(stale.partition_by("run", maintain_order=True), steps, strict=True):
@@ -77,29 +81,49 @@ def test_failure_step_is_a_number_of_updates():
 
 
 def test_a_threshold_and_a_horizon_are_parameters():
-    early, late = (
-        predict.tabular(PredictConfig("sparse_tree", step_size=2.0, steps=12, threshold=threshold, runs=0))
-        for threshold in (0.9, 0.2)
-    )
+    early, late = (predict.tabular(replace(SMALL, steps=12, threshold=threshold, runs=0)) for threshold in (0.9, 0.2))
     assert early["prediction"] < late["prediction"]
-    short = predict.tabular(PredictConfig("sparse_tree", step_size=2.0, steps=3, runs=0))
+    short = predict.tabular(replace(SMALL, steps=3, runs=0))
     assert short["status"] == "no_collapse_within_horizon"
     assert math.isinf(short["ess_step"]["closed_form"])
     assert "failure_step" not in short
 
 
+def test_a_users_own_problem_starts_at_its_samplers_weights_under_its_offset(tmp_path):
+    """Against mean-field training and simulation by hand; the closed form knows neither correction nor offset."""
+    case = problem_json.named("machine")
+    problem_json.save(tmp_path / "mine.json", case)
+    asked = PredictConfig(str(tmp_path / "mine.json"), correction=CORRECTIONS["tis"], step_size=2.0, steps=12, runs=2)
+    told = predict.tabular(asked)
+    problem, start = case.problem, case.sampler_logits
+    field = theory.mean_field(problem, start, CORRECTIONS["tis"], 2.0, 12, log_offset=case.sampler_log_offset)
+    assert np.array_equal([row["ess"] for row in told["curve"]], field.table["ess"])
+    config = simulate.SimConfig(
+        CORRECTIONS["tis"], discrepancy=GivenOffset(case.sampler_log_offset), step_size=2.0, steps=12
+    )
+    runs = simulate.run(problem, start, config, range(2))
+    assert np.array_equal(runs.state.log_offset[1], case.sampler_log_offset)
+    assert told["ess_step"]["simulated"] == simulate.ess_steps(runs.table)["ess_step"].max()
+    without = predict.tabular(replace(asked, exact_sampler=True, runs=0))
+    assert without["curve"][5]["ess"] != told["curve"][5]["ess"]
+    assert without["curve"][5]["linearised"] != told["curve"][5]["linearised"]
+    assert without["curve"][5]["closed_form"] == told["curve"][5]["closed_form"]
+
+
 def test_a_correction_without_a_recursion_is_left_to_simulation():
-    outcome = predict.tabular(PredictConfig("bandit", CORRECTIONS["seq_tis"], steps=20, runs=2, step_size=0.1))
+    outcome = predict.tabular(
+        PredictConfig("bandit", "uniform", correction=CORRECTIONS["seq_tis"], steps=20, runs=2, step_size=0.1)
+    )
     assert math.isnan(outcome["ess_step"]["mean_field"])
     assert outcome["prediction"] == outcome["ess_step"]["simulated"]
-    silent = predict.tabular(PredictConfig("bandit", CORRECTIONS["seq_tis"], steps=5, runs=0))
+    silent = predict.tabular(PredictConfig("bandit", "uniform", correction=CORRECTIONS["seq_tis"], steps=5, runs=0))
     assert silent["status"] == "not_identifiable"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"problem": "tre"}, "unknown problem 'tre', known: bandit"),
+        ({"start": "zero"}, "start"),
         ({"threshold": 1.0}, "threshold is 1.0"),
         ({"runs": 1}, "runs is 1"),
         ({"step_size": 0.0}, "step_size is 0.0"),
@@ -175,7 +199,10 @@ def test_the_command_prints_one_object_keeps_a_folder_and_needs_no_torch(tmp_pat
 def test_bad_input_is_one_line_and_status_two(tmp_path):
     source = tmp_path / "a.toml"
     source.write_text('problem = "nowhere"\n')
-    for target, message in ((source, "unknown problem 'nowhere'"), (tmp_path / "none.toml", "cannot be read")):
+    for target, message in (
+        (source, "nowhere: no such file, nor a preset"),
+        (tmp_path / "none.toml", "cannot be read"),
+    ):
         done = mismatch("predict", str(target), "--json")
         assert done.returncode == 2
         assert done.stdout == ""
