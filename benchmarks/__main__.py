@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks import corrections, exact, plain
+from benchmarks import corrections, exact, plain, sweep
 from benchmarks.clock import best
 from sandbox import problems, simulate
 from sandbox.corrections import CORRECTIONS
@@ -45,3 +45,4 @@ if __name__ == "__main__":
     corrections.top_k()
     simulator()
     exact.main()
+    sweep.main()

@@ -176,23 +176,23 @@ def run(
     """
     cases = {name: problem_json.named(name) for name in sweep.problems}
     asked = results.plain(config.resolved(sweep)) | {"digests": [_digest(case) for case in cases.values()]}
-    if resume:
-        _refuse_another(folder, asked)
-    else:
-        results.create_run(folder, asked)
     every = tasks(sweep)
-    missing = [task for task in every if not (folder / "parts" / part(*task)).exists()]
-    progress(len(every) - len(missing), len(every))
-    wanted = sorted({(cell.problem, cell.step_size) for cell, _ in missing})
-    calls = (joblib.delayed(reference)(sweep, cases[name], step_size) for name, step_size in wanted)
-    with _workers(workers, backend, address, folder):
+    with workers_of(workers, backend, address, folder):
+        if resume:
+            _refuse_another(folder, asked)
+        else:
+            results.create_run(folder, asked)
+        missing = [task for task in every if not (folder / "parts" / part(*task)).exists()]
+        progress(len(every) - len(missing), len(every))
+        wanted = sorted({(cell.problem, cell.step_size) for cell, _ in missing})
+        calls = (joblib.delayed(reference)(sweep, cases[name], step_size) for name, step_size in wanted)
         found: Any = joblib.Parallel(**ONE_BY_ONE)(calls)
         against: dict[tuple[str, float], Reference] = dict(zip(wanted, found, strict=True))
         calls = (
             joblib.delayed(done)(sweep, cases[cell.problem], cell, runs, against[cell.problem, cell.step_size].of(runs))
             for cell, runs in missing
         )
-        for count, (name, table) in enumerate(_as_they_come(calls), 1):
+        for count, (name, table) in enumerate(as_they_come(calls), 1):
             results.write_table(folder / "parts" / name, table)
             progress(len(every) - len(missing) + count, len(every))
     table = pl.concat([pl.read_parquet(folder / "parts" / part(*task)) for task in every])
@@ -285,7 +285,7 @@ def _digest(case: Case) -> str:
 
 
 @contextmanager
-def _workers(workers: int, backend: Backend, address: str | None, folder: Path) -> Iterator[None]:
+def workers_of(workers: int, backend: Backend, address: str | None, folder: Path) -> Iterator[None]:
     """joblib's own way to local processes, dask or ray."""
     lost: tuple[type[BaseException], ...] = (BrokenExecutor,)
     with ExitStack() as stack:
@@ -316,18 +316,17 @@ def _workers(workers: int, backend: Backend, address: str | None, folder: Path) 
             raise BadInput(f"a worker died; every finished task is in {folder}, go on with --resume") from error
 
 
-def _as_they_come(calls: Iterable[Any]) -> Iterator[tuple[str, pl.DataFrame]]:
+def as_they_come(calls: Iterable[Any]) -> Iterator[tuple[str, pl.DataFrame]]:
     """Results in order of completion; in waves where the backend can only give them all at once."""
     try:
         pool: Any = joblib.Parallel(**ONE_BY_ONE, return_as="generator_unordered")
     except ValueError:
-        pool = joblib.Parallel(**ONE_BY_ONE)
+        calls, size = iter(calls), 4 * joblib.effective_n_jobs()
+        with joblib.Parallel(**ONE_BY_ONE) as pool:  # one pool of processes for all waves
+            while wave := list(itertools.islice(calls, size)):
+                yield from pool(wave)
     else:
         yield from pool(calls)
-        return
-    calls, size = iter(calls), 4 * joblib.effective_n_jobs()
-    while wave := list(itertools.islice(calls, size)):
-        yield from pool(wave)
 
 
 def _refuse_another(folder: Path, asked: dict[str, Any]) -> None:
