@@ -59,20 +59,29 @@ def peak_megabytes(work: Callable[[], object]) -> float:
 
 @dataclass
 class Fused:
-    """Token TIS weights and the sums of the report as one compiled pass, handed to `summarise` by its `sums_of`."""
+    """Token TIS weights and the sums of the report as one compiled pass over some rows at a time.
+
+    `summarise` asks for the sums of each chunk; the weights that come with them go where they belong.
+    """
+
+    tokens: int = 64 * 4096
 
     def __post_init__(self) -> None:
-        def both(batch: Batch) -> tuple[Tensor, Tensor, tuple]:
+        def both(batch: Batch) -> tuple[Tensor, tuple]:
             weight, keep, _ = PRESETS["tis"](batch)
-            return weight, keep, summary.token_sums(batch, weight, keep)
+            return weight, summary.token_sums(batch, weight, keep)
 
         self.both = torch.compile(both, fullgraph=True, dynamic=False)
 
     def __call__(self, batch: Batch) -> tuple[Corrected, health.Report]:
-        weight, keep, sums = self.both(batch)
-        corrected = Corrected(weight, keep, 0.0)
-        whole = batch.mask.numel() + 1
-        return corrected, health.report(summary.summarise(batch, corrected, lambda *_: sums, whole))
+        corrected = Corrected(torch.empty_like(batch.logp_train), batch.mask, 0.0)  # TIS rejects nothing
+
+        def sums(piece: Batch, weight: Tensor, keep: Tensor) -> tuple:
+            fresh, told = self.both(piece)
+            weight.copy_(fresh)
+            return told
+
+        return corrected, health.report(summary.summarise(batch, corrected, sums, self.tokens))
 
 
 def main() -> None:

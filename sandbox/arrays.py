@@ -46,8 +46,8 @@ def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
 
 def count(mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
     """How many entries of `mask` hold, counted in integers: float32 cannot count beyond 2^24."""
-    xp = namespace(mask)
-    return xp.sum(mask, axis=axis, dtype=xp.int64, keepdims=keepdims)  # no int64 copy of the mask
+    # torch's sum of booleans makes an int64 copy of them first.
+    return namespace(mask).count_nonzero(mask, axis=axis, keepdims=keepdims)
 
 
 def masked_mean(x: Array, mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
