@@ -243,11 +243,11 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     return tuple(claim for claim in CLAIMS if not names or claim.id in names)
 
 
-def run(claims: Sequence[Claim], fast: bool = False) -> Iterator[Row]:
-    """One row a claim, each as soon as it is there."""
+def run(claims: Sequence[Claim], fast: bool = False, seed: int = 0) -> Iterator[Row]:
+    """One row a claim, each as soon as it is there, on the problems and runs of `seed`; criteria and settings stay."""
     for claim in claims:
         start = time.perf_counter()
-        found = claim.experiment(claim.threshold, fast)
+        found = claim.experiment(claim.threshold, fast, seed)
         yield Row(
             claim.id, claim.statement, claim.criterion, claim.threshold, found.value, found.interval, found.n,
             found.verdict, found.reason, found.measured, found.table, time.perf_counter() - start,

@@ -52,7 +52,7 @@ class Followed(NamedTuple):
 @lru_cache(maxsize=64)
 def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Followed:
     """Training with a step rule; `simulate.update` is the update that it is given."""
-    problem, _ = setting(name)
+    problem, _ = setting(name, cfg.seed)
     rngs = simulate.generators(cfg.seed, range(runs))
     trainer = sampler = simulate.init(rngs, problem, np.zeros(problem.shape), cfg).trainer
     now, before, since, run = policies(trainer, sampler), np.zeros_like(trainer), 0, np.arange(runs)[:, None, None]
@@ -79,14 +79,14 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(axis=1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-300)
 
 
-def rate_times_ess(threshold: float, fast: bool) -> Outcome:
+def rate_times_ess(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N1. Equal sampling: the same batches per run; the fixed periods are DLC's own mean interval, and four of them.
 
     An eightfold rate, where staleness hurts more, is measured beside it.
     """
     runs, measured, gains = (3 if fast else 12), {}, []
     for rate in (1, 8):
-        base = replace(setting("machine").cfg, steps=updates("machine", fast))
+        base = replace(setting("machine", seed).cfg, steps=updates("machine", fast))
         base = replace(base, step_size=rate * base.step_size)
         dlc = train("machine", replace(base, correction=CORRECTIONS["dlc"], resync=EssBelow()), runs)
         own = max(1, round(base.steps / dlc.syncs.mean()))
@@ -103,18 +103,20 @@ def rate_times_ess(threshold: float, fast: bool) -> Outcome:
     return Outcome(worst[0], judge(worst[1] > threshold), reason, runs, (worst[1], worst[2]), measured)
 
 
-def stale_updates_align(threshold: float, fast: bool) -> Outcome:
+def stale_updates_align(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N2. Cosine of successive batch updates in the later half of training, token TIS; and of the exact ones."""
     runs, measured, cosines = (3 if fast else 12), {}, {}
-    base = replace(setting("machine").cfg, steps=updates("machine", fast), correction=CORRECTIONS["tis"])
+    base = replace(setting("machine", seed).cfg, steps=updates("machine", fast), correction=CORRECTIONS["tis"])
     for name, k in (("synchronous", 1), ("stale", 16)):
         done = follow("machine", replace(base, resync=EveryK(k)), runs)
         half = len(done.cosine) // 2
         cosines[name] = done.cosine[half:].mean(axis=0)
         measured[f"{name}: later half"] = compared(lambda x: x.mean(axis=-1), cosines[name])
         measured[f"{name}: first 16"] = float(done.cosine[:16].mean())
-        measured[f"{name}: exact updates, first 16"] = float(np.mean(_exact_cosines(k, 17)))
-        at_rest = replace(setting("penalised").cfg, steps=updates("penalised", fast), correction=CORRECTIONS["tis"])
+        measured[f"{name}: exact updates, first 16"] = float(np.mean(_exact_cosines(k, 17, seed)))
+        at_rest = replace(
+            setting("penalised", seed).cfg, steps=updates("penalised", fast), correction=CORRECTIONS["tis"]
+        )
         done = follow("penalised", replace(at_rest, resync=EveryK(k)), runs).cosine
         measured[f"{name}: at an optimum"] = compared(lambda x: x.mean(axis=-1), done[-50:].mean(axis=0))
     plain = follow("machine", replace(base, resync=EveryK(16)), runs).final
@@ -129,9 +131,9 @@ def stale_updates_align(threshold: float, fast: bool) -> Outcome:
     return Outcome(stale[0], judge(holds), reason, runs, (stale[1], stale[2]), measured)
 
 
-def _exact_cosines(period: int, steps: int) -> list[float]:
+def _exact_cosines(period: int, steps: int, seed: int) -> list[float]:
     """Of successive expected updates under token TIS on the machine, synced every `period`."""
-    problem, cfg = setting("machine")
+    problem, cfg = setting("machine", seed)
     trainer = sampler = before = np.zeros(problem.shape)
     found = []
     for k in range(steps):
@@ -143,9 +145,9 @@ def _exact_cosines(period: int, steps: int) -> list[float]:
     return found[1:]
 
 
-def staleness_times_rate(threshold: float, fast: bool) -> Outcome:
+def staleness_times_rate(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N3. ess_step times eta, interpolated between updates, over a sixteen-fold range; noise alone; a constant lag."""
-    case = PRESETS["machine"]()
+    case = PRESETS["machine"](seed)
     problem, logits, rows = case.problem, case.sampler_logits, []
     for eta in np.geomspace(0.005, 0.08, 3 if fast else 5):
         table = theory.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(0.6 / eta)).table
@@ -156,7 +158,7 @@ def staleness_times_rate(threshold: float, fast: bool) -> Outcome:
     table = pl.DataFrame(rows)
     spread = float(table["product"].max() / table["product"].min())  # type: ignore[operator]
     # Noise alone, Var = b k with b proportional to eta^2: what a step of N = 2 responses would be dominated by
-    tree = PRESETS["sparse_tree"]()
+    tree = PRESETS["sparse_tree"](seed)
     steps = [theory.closed_form(tree.problem, 0 * tree.logits, eta, 2) for eta in (0.05, 0.1)]
     by_noise, by_drift = ([root(p.a, p.b) for p in steps] for root in (_noise_step, _drift_step))
     delays = [tau * delay.critical_gain(tau) for tau in (1, 2, 4, 8, 64)]
@@ -183,9 +185,9 @@ def _drift_step(a: float, b: float) -> float:
     return math.sqrt(var_threshold(0.5) / a)
 
 
-def not_identifiable(threshold: float, fast: bool) -> Outcome:
+def not_identifiable(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N4. Two worlds with the same pi and q: all of the mismatch is lag in one, all of it discrepancy in the other."""
-    case = PRESETS["machine"]()
+    case = PRESETS["machine"](seed)
     pi, q = log_policy(case.logits), log_policy(case.sampler_logits + case.sampler_log_offset)
     worlds = {"lag": Policies(pi, q, q), "discrepancy": Policies(pi, pi, q)}
     lagging, numeric = worlds.values()
@@ -198,14 +200,14 @@ def not_identifiable(threshold: float, fast: bool) -> Outcome:
     return Outcome(gap, "by construction", reason, pi.size, measured=shares)
 
 
-def elsewhere(threshold: float, fast: bool) -> Outcome:
+def elsewhere(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N5."""
     return Outcome(math.nan, "not tested", "the tabular experiments are C9 and C10; throughput needs an engine", 0)
 
 
-def rate_and_sources(threshold: float, fast: bool) -> Outcome:
+def rate_and_sources(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N6. Mean-field, token TIS, an offset: RMS of lag and discrepancy ten updates after a sync, against eta."""
-    case, rows = PRESETS["machine"](), []
+    case, rows = PRESETS["machine"](seed), []
     problem, offset = case.problem, case.sampler_log_offset
     for eta in (0.00125, 0.0025, 0.005, 0.01, 0.02):
         x = np.zeros(problem.shape)
@@ -225,14 +227,14 @@ def rate_and_sources(threshold: float, fast: bool) -> Outcome:
     return Outcome(slope["g"], judge(holds), reason, len(rows), measured=measured, table=table)
 
 
-def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
+def sequence_weights_die(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N7. Discrepancy alone, synced after every update: T x KL where ESS is 1/2, and where sequence TIS loses half.
 
     The second is read off a grid of factors of four in KL: it has the grid's resolution and no interval.
     """
-    base, logits = PRESETS["machine"]().problem, PRESETS["machine"]().sampler_logits
+    base, logits = PRESETS["machine"](seed).problem, PRESETS["machine"](seed).sampler_logits
     measured, rows, runs, half = {}, [], (3 if fast else 8), []
-    offset = np.random.default_rng(0).normal(size=base.shape)
+    offset = np.random.default_rng(seed).normal(size=base.shape)
     for horizon in (16, 256, 4096):
         problem, logp = replace(base, horizon=horizon), log_policy(logits)
 
@@ -242,7 +244,7 @@ def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
         q = log_policy(logp + math.exp(brentq(excess, -12.0, 0.0)) * offset)  # type: ignore[arg-type]
         measured[f"T x KL at ESS = 1/2, T = {horizon}"] = float(exact.kl(problem, q, logp))
     for horizon in (64,) if fast else (64, 256):
-        rows += _phase_rows(replace(base, horizon=horizon), runs, 60 if fast else 120)
+        rows += _phase_rows(replace(base, horizon=horizon), runs, 60 if fast else 120, seed)
         here = pl.DataFrame(rows).filter(pl.col("horizon") == horizon)
         for correction in ("tis", "seq_tis"):
             dead = here.filter((pl.col("correction") == correction) & (pl.col("lost") > 0.5))["t_kl"]
@@ -258,9 +260,9 @@ def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
     return Outcome(half[0], judge(all(inside)), reason, runs, measured=measured, table=table)
 
 
-def _phase_rows(problem: Problem, runs: int, steps: int) -> list[dict]:
+def _phase_rows(problem: Problem, runs: int, steps: int, seed: int) -> list[dict]:
     """Share of the on-policy gain that token and sequence TIS lose under a discrepancy alone; T x KL at the start."""
-    cfg, start, rows = replace(setting("machine").cfg, steps=steps, resync=EveryK(1)), np.zeros(problem.shape), []
+    cfg, start, rows = replace(setting("machine", seed).cfg, steps=steps, resync=EveryK(1)), np.zeros(problem.shape), []
 
     def final(cfg: SimConfig, first: int = 0) -> float:
         table = simulate.run(problem, start, cfg, range(first, first + runs), threads=2).table
@@ -271,14 +273,14 @@ def _phase_rows(problem: Problem, runs: int, steps: int) -> list[dict]:
     for sd in (0.1, 0.2, 0.4, 0.8):
         for correction in ("tis", "seq_tis"):
             done = final(replace(cfg, correction=CORRECTIONS[correction], discrepancy=ConstantOffset(sd)))
-            t_kl = problem.horizon * _uniform_token_kl(problem, sd)
+            t_kl = problem.horizon * _uniform_token_kl(problem, sd, seed)
             lost = (on - done) / (on - before)
             rows.append({"horizon": problem.horizon, "correction": correction, "sd": sd, "t_kl": t_kl, "lost": lost})
     return rows
 
 
-def _uniform_token_kl(problem: Problem, sd: float) -> float:
+def _uniform_token_kl(problem: Problem, sd: float, seed: int) -> float:
     """KL(q || pi) per token at the uniform start, mean over 16 draws of the offset. nats"""
     logp = log_policy(np.zeros(problem.shape))
-    offsets = sd * np.random.default_rng(1).normal(size=(16, *problem.shape))
+    offsets = sd * np.random.default_rng(seed + 1).normal(size=(16, *problem.shape))
     return float(exact.token_kl(problem, logp, log_policy(logp + offsets)).mean())
