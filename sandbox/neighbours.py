@@ -150,9 +150,12 @@ def staleness_times_rate(threshold: float, fast: bool, seed: int = 0) -> Outcome
     case = PRESETS["machine"](seed)
     problem, logits, rows = case.problem, case.sampler_logits, []
     for eta in np.geomspace(0.005, 0.08, 3 if fast else 5):
-        table = theory.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(0.6 / eta)).table
+        table = theory.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(4.8 / eta)).table
         d2 = np.concatenate([[0.0], -np.log(table["ess"].to_numpy())])
-        at = int((d2 >= var_threshold(0.5)).argmax())
+        passed = d2 >= var_threshold(0.5)
+        if not passed.any():
+            return Outcome(math.inf, "not tested", f"the ESS stays above 1/2 at eta = {eta:.3g}", len(rows) + 1)
+        at = int(passed.argmax())
         step = at - 1 + (var_threshold(0.5) - d2[at - 1]) / (d2[at] - d2[at - 1])
         rows.append({"eta": float(eta), "ess_step": float(step), "product": float(step * eta)})
     table = pl.DataFrame(rows)

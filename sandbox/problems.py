@@ -165,10 +165,13 @@ def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:
 
 
 def sparse_tree(rng: np.random.Generator, depth: int = 6, vocabulary: int = 4, top: float = 0.1) -> Problem:
-    """Tree whose reward is 1 for the best `top` of all sequences under a random additive score, 0 for the rest.
+    """Tree whose reward is 1 for the best share `top` of all sequences under a random additive score, 0 for the rest.
 
     THEORY section 6. Score of a sequence: sum over t of a standard normal drawn for each (t, token).
+    BadInput for a share outside (0, 1).
     """
+    if not 0 < top < 1:
+        raise BadInput(f"top is {top}, expected a share in (0, 1)")
     score = np.zeros(1)
     for _ in range(depth):
         score = np.add.outer(score, rng.normal(size=vocabulary)).ravel()
@@ -183,6 +186,9 @@ def state_machine(rng: np.random.Generator, states: int, vocabulary: int, horizo
 
     The return is the share of right tokens, in [0, 1], and 1 / V under the uniform policy.
     """
+    for name, value, least in (("states", states, 1), ("vocabulary", vocabulary, 2), ("horizon", horizon, 1)):
+        if value < least:
+            raise BadInput(f"{name} is {value}, expected at least {least}")
     transition = rng.integers(states, size=(states, vocabulary))
     reward = np.zeros((states, vocabulary))
     reward[np.arange(states), rng.integers(vocabulary, size=states)] = 1.0 / horizon
