@@ -1,4 +1,4 @@
-"""Every sign of the formula modules flipped once, and the first test that notices: `python tests/mutations.py [MODULE]`.
+"""Every sign of the formula modules flipped once, and the first test that notices: `tests/mutations.py [MODULE ...]`.
 
 A tool, not a test. The mutants come from the syntax tree, so no list of them can go stale: + and -, unary minus, the
 direction of a comparison, min and max. Each is written to a copy of the tree, where the module's tests run until the
