@@ -208,15 +208,23 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
 
 
 def claims(
-    names: tyro.conf.Positional[tuple[str, ...]] = (), fast: bool = False, out: Kept = None, json: Json = False
+    names: tyro.conf.Positional[tuple[str, ...]] = (),
+    fast: bool = False,
+    seed: int = 0,
+    out: Kept = None,
+    json: Json = False,
 ) -> None:
     """The claims table: what the theory says, tested on tabular policies by criteria fixed in advance.
 
     Args:
         names: claims to test, such as C5 or N3; all by default.
         fast: fewer runs and updates, under half a minute.
+        seed: of the drawn problems and of their runs; criteria and settings are those chosen at 0.
     """
     from sandbox import claims as tested
+
+    if seed < 0:
+        raise BadInput(f"seed is {seed}, expected 0 or more")
 
     wanted = tested.chosen(names)
     folder = None if out is None else _folder(out, "claims")
@@ -225,10 +233,10 @@ def claims(
         task = bar.add_task("starting", total=len(wanted))
         for claim in wanted:
             bar.update(task, description=f"{claim.id}: {claim.statement[:36]}")
-            rows += tested.run([claim], fast)
+            rows += tested.run([claim], fast, seed)
             bar.advance(task)
     if folder is not None:
-        results.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast})
+        results.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed})
         tested.save(folder, rows)
         results.finish_run(folder)
     title = f"claims, {sum(row.seconds for row in rows):.0f} s"

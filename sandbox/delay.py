@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 from scipy.optimize import brentq
 
-from sandbox.errors import BadInput
+from sandbox.errors import BadInput, positive
 
 GRID = 600  # step sizes looked at for the first loss of stability, from 1e-4 to 1e3 over the size of H and M
 NULL = 1e-10  # a direction whose singular value is below this share of the largest moves nothing
@@ -31,6 +31,7 @@ def critical_gain(tau: int) -> float:
 def companion(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> np.ndarray:
     """Matrix that moves (theta_k, theta_{k-1}, .., theta_{k-tau}) on by one update. (n (tau + 1), n (tau + 1))"""
     h, m = _square(h, m)
+    positive("step_size", step_size)
     if tau < 0:
         raise BadInput(f"tau is {tau}, expected at least 0")
     n = len(h)
@@ -88,6 +89,7 @@ def critical_step_size(h: np.ndarray | float, m: np.ndarray | float, tau: int) -
 
 def margin(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> float:
     """Critical step size over the actual one: above 1 stable, below 1 unstable."""
+    positive("step_size", step_size)
     return critical_step_size(h, m, tau) / step_size
 
 

@@ -16,6 +16,7 @@ import polars as pl
 
 from sandbox import exact, matrices
 from sandbox.corrections import CORRECTIONS, Correction
+from sandbox.errors import positive
 from sandbox.policy import log_policy, policies
 from sandbox.problems import Problem
 
@@ -87,7 +88,12 @@ def path(
     advantage: exact.Advantage = "normalised",
     log_offset: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """The lag x_0 = 0 .. x_steps of the exact mean-field recursion, never synced. (steps + 1, S, V)"""
+    """The lag x_0 = 0 .. x_steps of the exact mean-field recursion, never synced. (steps + 1, S, V)
+
+    Raises BadInput for a step size or a number of steps that is not positive.
+    """
+    positive("step_size", step_size)
+    positive("steps", steps)
     x = np.zeros((steps + 1, *problem.shape))
     for k in range(steps):
         now = policies(logits + x[k], logits, log_offset)

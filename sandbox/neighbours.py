@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 from scipy.optimize import brentq
 
-from sandbox import delay, diagnostics, exact, simulate, theory
+from sandbox import delay, diagnostics, enumeration, exact, simulate, theory
 from sandbox.collapse import var_threshold
 from sandbox.corrections import CORRECTIONS
 from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
@@ -52,7 +52,7 @@ class Followed(NamedTuple):
 @lru_cache(maxsize=64)
 def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Followed:
     """Training with a step rule; `simulate.update` is the update that it is given."""
-    problem, _ = setting(name)
+    problem, _ = setting(name, cfg.seed)
     rngs = simulate.generators(cfg.seed, range(runs))
     trainer = sampler = simulate.init(rngs, problem, np.zeros(problem.shape), cfg).trainer
     now, before, since, run = policies(trainer, sampler), np.zeros_like(trainer), 0, np.arange(runs)[:, None, None]
@@ -79,14 +79,14 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(axis=1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-300)
 
 
-def rate_times_ess(threshold: float, fast: bool) -> Outcome:
+def rate_times_ess(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N1. Equal sampling: the same batches per run; the fixed periods are DLC's own mean interval, and four of them.
 
     An eightfold rate, where staleness hurts more, is measured beside it.
     """
     runs, measured, gains = (3 if fast else 12), {}, []
     for rate in (1, 8):
-        base = replace(setting("machine").cfg, steps=updates("machine", fast))
+        base = replace(setting("machine", seed).cfg, steps=updates("machine", fast))
         base = replace(base, step_size=rate * base.step_size)
         dlc = train("machine", replace(base, correction=CORRECTIONS["dlc"], resync=EssBelow()), runs)
         own = max(1, round(base.steps / dlc.syncs.mean()))
@@ -97,24 +97,69 @@ def rate_times_ess(threshold: float, fast: bool) -> Outcome:
             measured[f"{key} less lr"] = compared(difference, scaled, plain, paired=True)
             measured[f"{key} less DLC with resync"] = compared(difference, scaled, dlc.final)
             gains.append(measured[f"{key} less lr"])
+    measured |= _baselines(seed)
     worst = min(gains[:2])
     words = ", ".join(f"{gain[0]:+.2g}" for gain in gains)
-    reason = f"return gained at both periods, at one and at eight times the rate: {words}; the baseline is not tested"
+    reason = f"return gained at both periods, at one and at eight times the rate: {words}"
     return Outcome(worst[0], judge(worst[1] > threshold), reason, runs, (worst[1], worst[2]), measured)
 
 
-def stale_updates_align(threshold: float, fast: bool) -> Outcome:
+class Spread(NamedTuple):
+    """Total variance over responses of w (R - b) sum_t (e_a - pi), w = pi/q of the sequence, and the baselines b."""
+
+    plain: float  # b = E_q[R]
+    least: float  # b = E_q[w^2 |score|^2 R] / E_q[w^2 |score|^2], VCPO's off-policy optimal baseline
+    rms: float  # root mean square of the plain estimator's norm: what a dashboard calls the gradient norm
+    baseline: float
+    optimal: float
+
+
+def spread(problem: Problem, now: Policies) -> Spread:
+    """By enumeration, where no state repeats on a path, so that |score|^2 is a sum over the tokens."""
+    pairs = enumeration.sequences(problem)
+    mask = pairs >= 0
+    pi, q, reward = (
+        np.where(mask, x.ravel()[pairs], 0.0).sum(axis=1) for x in (now.train, now.rollout, problem.reward)
+    )
+    p = np.exp(now.train)
+    square = np.where(mask, (1 - 2 * p + (p**2).sum(axis=1, keepdims=True)).ravel()[pairs], 0.0).sum(axis=1)
+    heavy = np.exp(2 * pi - q) * square  # q w^2 |score|^2
+    plain, optimal = float((np.exp(q) * reward).sum()), float((heavy * reward).sum() / heavy.sum())
+    drift = float((exact.gradient(problem, now.train) ** 2).sum())
+    moments = [float((heavy * (reward - b) ** 2).sum()) for b in (plain, optimal)]
+    return Spread(moments[0] - drift, moments[1] - drift, math.sqrt(moments[0]), plain, optimal)
+
+
+def _baselines(seed: int) -> dict[str, float]:
+    """The exact spread along corrected mean-field training of the sparse tree, never synced, where the ESS first is
+    below each level: variance left by the optimal baseline, and growth of the gradient norm since the sync."""
+    problem, x = PRESETS["sparse_tree"](seed).problem, np.zeros(PRESETS["sparse_tree"](seed).problem.shape)
+    fresh, found = spread(problem, policies(x, x)), {}
+    start, levels = x, [0.9, 0.5, 0.1]
+    for _ in range(200):
+        now = policies(x, start)
+        while levels and exact.ess(problem, now.train, now.sync) < levels[0]:
+            here, level = spread(problem, now), levels.pop(0)
+            found[f"ESS {level}: variance with the optimal baseline over E[R]'s"] = here.least / here.plain
+            found[f"ESS {level}: gradient norm over that at the sync"] = here.rms / fresh.rms
+        x = x + 0.25 * exact.expected_update(problem, now, CORRECTIONS["seq_is"], "normalised")
+    return {"ESS 1: variance with the optimal baseline over E[R]'s": fresh.least / fresh.plain} | found
+
+
+def stale_updates_align(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N2. Cosine of successive batch updates in the later half of training, token TIS; and of the exact ones."""
     runs, measured, cosines = (3 if fast else 12), {}, {}
-    base = replace(setting("machine").cfg, steps=updates("machine", fast), correction=CORRECTIONS["tis"])
+    base = replace(setting("machine", seed).cfg, steps=updates("machine", fast), correction=CORRECTIONS["tis"])
     for name, k in (("synchronous", 1), ("stale", 16)):
         done = follow("machine", replace(base, resync=EveryK(k)), runs)
         half = len(done.cosine) // 2
         cosines[name] = done.cosine[half:].mean(axis=0)
         measured[f"{name}: later half"] = compared(lambda x: x.mean(axis=-1), cosines[name])
         measured[f"{name}: first 16"] = float(done.cosine[:16].mean())
-        measured[f"{name}: exact updates, first 16"] = float(np.mean(_exact_cosines(k, 17)))
-        at_rest = replace(setting("penalised").cfg, steps=updates("penalised", fast), correction=CORRECTIONS["tis"])
+        measured[f"{name}: exact updates, first 16"] = float(np.mean(_exact_cosines(k, 17, seed)))
+        at_rest = replace(
+            setting("penalised", seed).cfg, steps=updates("penalised", fast), correction=CORRECTIONS["tis"]
+        )
         done = follow("penalised", replace(at_rest, resync=EveryK(k)), runs).cosine
         measured[f"{name}: at an optimum"] = compared(lambda x: x.mean(axis=-1), done[-50:].mean(axis=0))
     plain = follow("machine", replace(base, resync=EveryK(16)), runs).final
@@ -129,9 +174,9 @@ def stale_updates_align(threshold: float, fast: bool) -> Outcome:
     return Outcome(stale[0], judge(holds), reason, runs, (stale[1], stale[2]), measured)
 
 
-def _exact_cosines(period: int, steps: int) -> list[float]:
+def _exact_cosines(period: int, steps: int, seed: int) -> list[float]:
     """Of successive expected updates under token TIS on the machine, synced every `period`."""
-    problem, cfg = setting("machine")
+    problem, cfg = setting("machine", seed)
     trainer = sampler = before = np.zeros(problem.shape)
     found = []
     for k in range(steps):
@@ -143,20 +188,23 @@ def _exact_cosines(period: int, steps: int) -> list[float]:
     return found[1:]
 
 
-def staleness_times_rate(threshold: float, fast: bool) -> Outcome:
+def staleness_times_rate(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N3. ess_step times eta, interpolated between updates, over a sixteen-fold range; noise alone; a constant lag."""
-    case = PRESETS["machine"]()
+    case = PRESETS["machine"](seed)
     problem, logits, rows = case.problem, case.sampler_logits, []
     for eta in np.geomspace(0.005, 0.08, 3 if fast else 5):
-        table = theory.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(0.6 / eta)).table
+        table = theory.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(1.2 / eta)).table
         d2 = np.concatenate([[0.0], -np.log(table["ess"].to_numpy())])
-        at = int((d2 >= var_threshold(0.5)).argmax())
+        passed = d2 >= var_threshold(0.5)
+        if not passed.any():
+            return Outcome(math.inf, "not tested", f"the ESS stays above 1/2 at eta = {eta:.3g}", len(rows) + 1)
+        at = int(passed.argmax())
         step = at - 1 + (var_threshold(0.5) - d2[at - 1]) / (d2[at] - d2[at - 1])
         rows.append({"eta": float(eta), "ess_step": float(step), "product": float(step * eta)})
     table = pl.DataFrame(rows)
     spread = float(table["product"].max() / table["product"].min())  # type: ignore[operator]
     # Noise alone, Var = b k with b proportional to eta^2: what a step of N = 2 responses would be dominated by
-    tree = PRESETS["sparse_tree"]()
+    tree = PRESETS["sparse_tree"](seed)
     steps = [theory.closed_form(tree.problem, 0 * tree.logits, eta, 2) for eta in (0.05, 0.1)]
     by_noise, by_drift = ([root(p.a, p.b) for p in steps] for root in (_noise_step, _drift_step))
     delays = [tau * delay.critical_gain(tau) for tau in (1, 2, 4, 8, 64)]
@@ -183,9 +231,9 @@ def _drift_step(a: float, b: float) -> float:
     return math.sqrt(var_threshold(0.5) / a)
 
 
-def not_identifiable(threshold: float, fast: bool) -> Outcome:
+def not_identifiable(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N4. Two worlds with the same pi and q: all of the mismatch is lag in one, all of it discrepancy in the other."""
-    case = PRESETS["machine"]()
+    case = PRESETS["machine"](seed)
     pi, q = log_policy(case.logits), log_policy(case.sampler_logits + case.sampler_log_offset)
     worlds = {"lag": Policies(pi, q, q), "discrepancy": Policies(pi, pi, q)}
     lagging, numeric = worlds.values()
@@ -198,14 +246,14 @@ def not_identifiable(threshold: float, fast: bool) -> Outcome:
     return Outcome(gap, "by construction", reason, pi.size, measured=shares)
 
 
-def elsewhere(threshold: float, fast: bool) -> Outcome:
+def elsewhere(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N5."""
     return Outcome(math.nan, "not tested", "the tabular experiments are C9 and C10; throughput needs an engine", 0)
 
 
-def rate_and_sources(threshold: float, fast: bool) -> Outcome:
+def rate_and_sources(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N6. Mean-field, token TIS, an offset: RMS of lag and discrepancy ten updates after a sync, against eta."""
-    case, rows = PRESETS["machine"](), []
+    case, rows = PRESETS["machine"](seed), []
     problem, offset = case.problem, case.sampler_log_offset
     for eta in (0.00125, 0.0025, 0.005, 0.01, 0.02):
         x = np.zeros(problem.shape)
@@ -225,14 +273,14 @@ def rate_and_sources(threshold: float, fast: bool) -> Outcome:
     return Outcome(slope["g"], judge(holds), reason, len(rows), measured=measured, table=table)
 
 
-def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
+def sequence_weights_die(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """N7. Discrepancy alone, synced after every update: T x KL where ESS is 1/2, and where sequence TIS loses half.
 
     The second is read off a grid of factors of four in KL: it has the grid's resolution and no interval.
     """
-    base, logits = PRESETS["machine"]().problem, PRESETS["machine"]().sampler_logits
+    base, logits = PRESETS["machine"](seed).problem, PRESETS["machine"](seed).sampler_logits
     measured, rows, runs, half = {}, [], (3 if fast else 8), []
-    offset = np.random.default_rng(0).normal(size=base.shape)
+    offset = np.random.default_rng(seed).normal(size=base.shape)
     for horizon in (16, 256, 4096):
         problem, logp = replace(base, horizon=horizon), log_policy(logits)
 
@@ -242,7 +290,7 @@ def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
         q = log_policy(logp + math.exp(brentq(excess, -12.0, 0.0)) * offset)  # type: ignore[arg-type]
         measured[f"T x KL at ESS = 1/2, T = {horizon}"] = float(exact.kl(problem, q, logp))
     for horizon in (64,) if fast else (64, 256):
-        rows += _phase_rows(replace(base, horizon=horizon), runs, 60 if fast else 120)
+        rows += _phase_rows(replace(base, horizon=horizon), runs, 60 if fast else 120, seed)
         here = pl.DataFrame(rows).filter(pl.col("horizon") == horizon)
         for correction in ("tis", "seq_tis"):
             dead = here.filter((pl.col("correction") == correction) & (pl.col("lost") > 0.5))["t_kl"]
@@ -258,9 +306,9 @@ def sequence_weights_die(threshold: float, fast: bool) -> Outcome:
     return Outcome(half[0], judge(all(inside)), reason, runs, measured=measured, table=table)
 
 
-def _phase_rows(problem: Problem, runs: int, steps: int) -> list[dict]:
+def _phase_rows(problem: Problem, runs: int, steps: int, seed: int) -> list[dict]:
     """Share of the on-policy gain that token and sequence TIS lose under a discrepancy alone; T x KL at the start."""
-    cfg, start, rows = replace(setting("machine").cfg, steps=steps, resync=EveryK(1)), np.zeros(problem.shape), []
+    cfg, start, rows = replace(setting("machine", seed).cfg, steps=steps, resync=EveryK(1)), np.zeros(problem.shape), []
 
     def final(cfg: SimConfig, first: int = 0) -> float:
         table = simulate.run(problem, start, cfg, range(first, first + runs), threads=2).table
@@ -271,14 +319,14 @@ def _phase_rows(problem: Problem, runs: int, steps: int) -> list[dict]:
     for sd in (0.1, 0.2, 0.4, 0.8):
         for correction in ("tis", "seq_tis"):
             done = final(replace(cfg, correction=CORRECTIONS[correction], discrepancy=ConstantOffset(sd)))
-            t_kl = problem.horizon * _uniform_token_kl(problem, sd)
+            t_kl = problem.horizon * _uniform_token_kl(problem, sd, seed)
             lost = (on - done) / (on - before)
             rows.append({"horizon": problem.horizon, "correction": correction, "sd": sd, "t_kl": t_kl, "lost": lost})
     return rows
 
 
-def _uniform_token_kl(problem: Problem, sd: float) -> float:
+def _uniform_token_kl(problem: Problem, sd: float, seed: int) -> float:
     """KL(q || pi) per token at the uniform start, mean over 16 draws of the offset. nats"""
     logp = log_policy(np.zeros(problem.shape))
-    offsets = sd * np.random.default_rng(1).normal(size=(16, *problem.shape))
+    offsets = sd * np.random.default_rng(seed + 1).normal(size=(16, *problem.shape))
     return float(exact.token_kl(problem, logp, log_policy(logp + offsets)).mean())

@@ -28,11 +28,6 @@ def log_policy(logits: np.ndarray) -> np.ndarray:
     return log_softmax(logits)
 
 
-def random_logits(rng: np.random.Generator, problem: Problem, sd: float = 1.0) -> np.ndarray:
-    """Independent normal logits of standard deviation `sd`; sd = 0 is the uniform policy. (S, V)"""
-    return sd * rng.normal(size=problem.shape)
-
-
 def policies(logits: np.ndarray, sampler_logits: np.ndarray, log_offset: np.ndarray | float = 0.0) -> Policies:
     """pi, mu and q from the trainer's weights, the sampler's weights and the offset of the sampler's engine.
 

@@ -165,10 +165,13 @@ def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:
 
 
 def sparse_tree(rng: np.random.Generator, depth: int = 6, vocabulary: int = 4, top: float = 0.1) -> Problem:
-    """Tree whose reward is 1 for the best `top` of all sequences under a random additive score, 0 for the rest.
+    """Tree whose reward is 1 for the best share `top` of all sequences under a random additive score, 0 for the rest.
 
     THEORY section 6. Score of a sequence: sum over t of a standard normal drawn for each (t, token).
+    BadInput for a share outside (0, 1).
     """
+    if not 0 < top < 1:
+        raise BadInput(f"top is {top}, expected a share in (0, 1)")
     score = np.zeros(1)
     for _ in range(depth):
         score = np.add.outer(score, rng.normal(size=vocabulary)).ravel()
@@ -183,6 +186,9 @@ def state_machine(rng: np.random.Generator, states: int, vocabulary: int, horizo
 
     The return is the share of right tokens, in [0, 1], and 1 / V under the uniform policy.
     """
+    for name, value, least in (("states", states, 1), ("vocabulary", vocabulary, 2), ("horizon", horizon, 1)):
+        if value < least:
+            raise BadInput(f"{name} is {value}, expected at least {least}")
     transition = rng.integers(states, size=(states, vocabulary))
     reward = np.zeros((states, vocabulary))
     reward[np.arange(states), rng.integers(vocabulary, size=states)] = 1.0 / horizon
@@ -214,7 +220,7 @@ class Case:
             object.__setattr__(self, name, array)
 
 
-def two_armed() -> Case:
+def two_armed(seed: int = 0) -> Case:
     """Rewards 0 and 1; P(better arm) is 1/2 for the trainer, 1/3 for the sampler's weights, 3/7 for what it draws from:
     every quantity is a fraction or its logarithm."""
     tables = (np.array([[0.0, math.log(odds)]]) for odds in (1.0, 0.5, 1.5))
@@ -229,7 +235,13 @@ def _with_noise(problem: Problem, seed: int, logits: float, lag: float, offset: 
     return Case(problem, trainer, sampler, offset * rng.normal(size=problem.shape))
 
 
-def negative_prefixes() -> Case:
+def _machine(seed: int, size: tuple[int, int, int], logits: float, lag: float, offset: float) -> Case:
+    return _with_noise(
+        state_machine(np.random.default_rng(2 * seed), *size), 2 * seed + 1, logits=logits, lag=lag, offset=offset
+    )
+
+
+def negative_prefixes(seed: int = 0) -> Case:
     """The first token leads to a state that earns with every token or, twice as likely, to one that never earns.
 
     Nothing that happens in the lost state matters, so the gradient there is 0 and any lag there stays what it is under
@@ -246,11 +258,14 @@ def negative_prefixes() -> Case:
 
 
 # hidden_collapse: the per-token KL on the sampler's prefixes is .005 and looks healthy, the sequence ESS is under 1/2.
-PRESETS: dict[str, Callable[[], Case]] = {
+# A preset is drawn anew by another seed; bandit and negative_prefixes have nothing random in them.
+PRESETS: dict[str, Callable[..., Case]] = {
     "bandit": two_armed,
-    "sparse_tree": lambda: _with_noise(sparse_tree(np.random.default_rng(0)), 1, logits=0.5, lag=0.1, offset=0.3),
-    "machine": lambda: _with_noise(state_machine(np.random.default_rng(0), 16, 4, 64), 1, 0.5, 0.05, 0.05),
-    "long": lambda: _with_noise(state_machine(np.random.default_rng(0), 64, 32, 4096), 1, 1.0, 0.0, 0.02),
-    "hidden_collapse": lambda: _with_noise(state_machine(np.random.default_rng(0), 16, 4, 128), 1, 0.5, 0.115, 0.02),
+    "sparse_tree": lambda seed=0: _with_noise(
+        sparse_tree(np.random.default_rng(2 * seed)), 2 * seed + 1, logits=0.5, lag=0.1, offset=0.3
+    ),
+    "machine": lambda seed=0: _machine(seed, (16, 4, 64), 0.5, 0.05, 0.05),
+    "long": lambda seed=0: _machine(seed, (64, 32, 4096), 1.0, 0.0, 0.02),
+    "hidden_collapse": lambda seed=0: _machine(seed, (16, 4, 128), 0.5, 0.115, 0.02),
     "negative_prefixes": negative_prefixes,
 }

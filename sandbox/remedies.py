@@ -36,11 +36,11 @@ ON_POLICY_FIRST = 1000  # first run number of on-policy trainings: never the see
 HEALTHY_KL = 0.01  # nats per token on the sampler's prefixes, which no dashboard calls alarming
 
 
-def weighting_fails_at_half(threshold: float, fast: bool) -> Outcome:
+def weighting_fails_at_half(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C5. Untruncated sequence weights, exact sampler never synced; failure_step over ess_step, inf where none was."""
     measured, all_ratios, early, runs = {}, [], [], RUNS[fast]
     for name in ("machine", "tree"):
-        base = replace(setting(name).cfg, steps=updates(name, fast))
+        base = replace(setting(name, seed).cfg, steps=updates(name, fast))
         on = train(name, replace(base, resync=EveryK(1)), runs, ON_POLICY_FIRST)
         fresh = train(name, replace(base, resync=EveryK(1)), runs)
         weighted = train(name, replace(base, correction=CORRECTIONS["seq_is"]), runs)
@@ -65,11 +65,11 @@ def weighting_fails_at_half(threshold: float, fast: bool) -> Outcome:
     return Outcome(middle, judge(holds), reason, len(ratio), (low, high), measured)
 
 
-def dlc_stays_near_on_policy(threshold: float, fast: bool) -> Outcome:
+def dlc_stays_near_on_policy(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C6. KL of whole sequences at the end, in units of the KL between two independent on-policy trainings."""
     runs, measured = RUNS[fast], {}
     for name in SETTINGS:
-        problem, cfg = setting(name)
+        problem, cfg = setting(name, seed)
         cfg = replace(cfg, steps=updates(name, fast))
         on = train(name, replace(cfg, resync=EveryK(1)), runs, ON_POLICY_FIRST)
         stale = replace(cfg, correction=CORRECTIONS["dlc"], resync=EssBelow(), discrepancy=ConstantOffset(0.1))
@@ -119,11 +119,11 @@ def _ratio(away: np.ndarray, between: np.ndarray) -> list[float]:
     return [float(away.mean() / between[pairs].mean()), *map(float, np.quantile(values, [0.025, 0.975]))]
 
 
-def resync_prevents(threshold: float, fast: bool) -> Outcome:
+def resync_prevents(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C7. Token TIS and DLC, discrepancy .05: never synced against synced at ESS < 1/2; what the per-token KL said."""
     runs, measured, verdicts, worst = RUNS[fast], {}, [], [-math.inf, math.nan, math.nan]
     for name in ("machine", "penalised"):
-        base = replace(setting(name).cfg, steps=updates(name, fast))
+        base = replace(setting(name, seed).cfg, steps=updates(name, fast))
         on = train(name, replace(base, resync=EveryK(1)), runs, ON_POLICY_FIRST)
         for correction in ("tis", "dlc"):
             cfg = replace(base, correction=CORRECTIONS[correction], discrepancy=ConstantOffset(0.05))
@@ -155,9 +155,9 @@ def resync_prevents(threshold: float, fast: bool) -> Outcome:
 RAISED = CIS(floor=-CIS().cap)  # the ablation of C8: the displacement of log-odds is held within [-cap, cap]
 
 
-def calibrated_weights(threshold: float, fast: bool) -> Outcome:
+def calibrated_weights(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C8. The bound over random policies; the excess; then training with small weights raised, same seeds."""
-    rng, most, excess = np.random.default_rng(0), 0.0, 0.0
+    rng, most, excess = np.random.default_rng(seed), 0.0, 0.0
     for _ in range(200 if fast else 2000):
         cap, size = rng.uniform(0.05, 2), rng.integers(2, 30)
         logits = rng.normal(size=(16, size)) * rng.uniform(0.2, 3)
@@ -170,7 +170,7 @@ def calibrated_weights(threshold: float, fast: bool) -> Outcome:
     runs, measured = RUNS[fast], {}
     for name in SETTINGS:
         for k in (1, 16, 64):
-            cfg = replace(setting(name).cfg, steps=updates(name, fast), resync=EveryK(k))
+            cfg = replace(setting(name, seed).cfg, steps=updates(name, fast), resync=EveryK(k))
             cfg = replace(cfg, discrepancy=ConstantOffset(0.3))
             plain, raised = (train(name, replace(cfg, correction=c), runs).final for c in (CIS(), RAISED))
             gained = compared(difference, raised, plain, paired=True)
@@ -178,7 +178,7 @@ def calibrated_weights(threshold: float, fast: bool) -> Outcome:
     worst, hurting = max(measured.values()), sum(x[2] < threshold for x in measured.values())
     helping, cases = sum(x[1] > threshold for x in measured.values()), len(measured)
     # Beside the criterion: an eightfold rate and no sync at all, where the ratios get far from 1
-    cfg = replace(setting("machine").cfg, steps=updates("machine", fast), discrepancy=ConstantOffset(0.3))
+    cfg = replace(setting("machine", seed).cfg, steps=updates("machine", fast), discrepancy=ConstantOffset(0.3))
     cfg = replace(cfg, step_size=8 * cfg.step_size)
     plain, raised = (train("machine", replace(cfg, correction=c), runs).final for c in (CIS(), RAISED))
     measured["machine, rate x 8, never synced: raised less plain"] = compared(difference, raised, plain, paired=True)
@@ -191,11 +191,11 @@ def calibrated_weights(threshold: float, fast: bool) -> Outcome:
     return Outcome(worst[0], judge(bounded and hurting == cases), reason, runs, (worst[1], worst[2]), measured)
 
 
-def small_numerics_alone(threshold: float, fast: bool) -> Outcome:
+def small_numerics_alone(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C9. Constant offset, synced after every update, uncorrected; share of the gain lost against an exact sampler."""
     runs, measured, worst, rows = RUNS[fast], {}, [-math.inf, math.nan, math.nan], []
     for name in SETTINGS:
-        base = replace(setting(name).cfg, steps=updates(name, fast), resync=EveryK(1))
+        base = replace(setting(name, seed).cfg, steps=updates(name, fast), resync=EveryK(1))
         on = train(name, base, runs, ON_POLICY_FIRST)
         for sd in (0.0, 0.02, 0.05, 0.2):
             run = train(name, replace(base, discrepancy=ConstantOffset(sd)), runs)
@@ -213,7 +213,7 @@ def small_numerics_alone(threshold: float, fast: bool) -> Outcome:
     return Outcome(worst[0], judge(worst[1] > threshold), reason, runs, (worst[1], worst[2]), measured, table)
 
 
-def source_by_correction(threshold: float, fast: bool) -> Outcome:
+def source_by_correction(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C11. Share of the on-policy gain that each correction loses under each source alone, and both."""
     runs, rows, measured = RUNS[fast], [], {}
     sources = {
@@ -222,7 +222,7 @@ def source_by_correction(threshold: float, fast: bool) -> Outcome:
         "both": {"discrepancy": ConstantOffset(0.2), "resync": Never()},
     }
     for name in ("machine",) if fast else ("machine", "tree"):
-        base = replace(setting(name).cfg, steps=updates(name, fast))
+        base = replace(setting(name, seed).cfg, steps=updates(name, fast))
         on = train(name, replace(base, resync=EveryK(1)), runs, ON_POLICY_FIRST)
         for correction in C11_CORRECTIONS:
             row: dict[str, object] = {"problem": name, "correction": correction}

@@ -20,7 +20,7 @@ from sandbox import diagnostics, exact, kernels
 from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, Correction
-from sandbox.errors import BadInput
+from sandbox.errors import BadInput, positive
 from sandbox.mismatch import RESYNCS, ConstantOffset, GivenOffset, Resync
 from sandbox.policy import Policies, policies
 from sandbox.problems import Problem
@@ -63,6 +63,9 @@ class SimConfig:
             raise BadInput(f"batch_size is {self.batch_size}, expected at least 2: the advantage needs a batch mean")
         if self.steps < 1:
             raise BadInput(f"steps is {self.steps}, expected at least 1")
+        positive("step_size", self.step_size)
+        if self.seed < 0:
+            raise BadInput(f"seed is {self.seed}, expected 0 or more")
         if not 0 <= self.penalty < np.inf:
             raise BadInput(f"penalty is {self.penalty}, expected a finite number >= 0")
         if self.advantage not in exact.ADVANTAGES:
@@ -279,7 +282,12 @@ def run(
 
     Args:
         threads: that share the runs; results do not depend on it.
+    Raises:
+        BadInput: no runs, a negative run, or threads < 1.
     """
+    positive("threads", threads)
+    if not len(runs) or min(runs) < 0:
+        raise BadInput(f"runs is {list(runs)}, expected at least one number >= 0")
     groups = [runs[i : i + TOGETHER] for i in range(0, len(runs), TOGETHER)]
     with ThreadPoolExecutor(threads) as pool:
         done = list(pool.map(lambda group: _run(problem, logits, cfg, group), groups))

@@ -19,9 +19,9 @@ from sandbox.problems import PRESETS, Case
 from sandbox.verdicts import Outcome, judge, setting
 
 
-def token_error_splits(threshold: float, fast: bool) -> Outcome:
+def token_error_splits(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C1. In rational arithmetic on the very floats, so that rounding of the differences says nothing."""
-    train_, sync, rollout = (p.ravel().tolist() for p in policies_of(PRESETS["machine"]()))
+    train_, sync, rollout = (p.ravel().tolist() for p in policies_of(PRESETS["machine"](seed)))
     gap = [
         abs((Fraction(pi) - Fraction(mu)) + (Fraction(mu) - Fraction(q)) - (Fraction(pi) - Fraction(q)))
         for pi, mu, q in zip(train_, sync, rollout, strict=True)
@@ -29,12 +29,12 @@ def token_error_splits(threshold: float, fast: bool) -> Outcome:
     return Outcome(float(max(gap)), "by construction", "t = d + g whatever the three policies are", len(gap))
 
 
-def discrepancy_is_constant(threshold: float, fast: bool) -> Outcome:
+def discrepancy_is_constant(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C2. One run under token TIS: d and g of every token before each update, root mean squares over the table."""
-    problem, base = setting("machine")
+    problem, base = setting("machine", seed)
     period = 10
     cfg = replace(base, correction=CORRECTIONS["tis"], discrepancy=ConstantOffset(0.05), resync=EveryK(period))
-    rngs = simulate.generators(0, range(1))
+    rngs = simulate.generators(seed, range(1))
     state, rows, moved, last = simulate.init(rngs, problem, np.zeros(problem.shape), cfg), [], 0.0, None
     for step in range(30 if fast else 100):
         pi, mu, q = (p[0] for p in state.policies)
@@ -57,10 +57,10 @@ def discrepancy_is_constant(threshold: float, fast: bool) -> Outcome:
     return Outcome(moved, "by construction", reason, len(table), measured=measured, table=table)
 
 
-def discrepancy_bias(threshold: float, fast: bool) -> Outcome:
+def discrepancy_bias(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C3. Mean-field on-policy training under an offset; the bias of each update, the four parts against T."""
-    case = PRESETS["machine"]()
-    problem, offset = case.problem, 0.05 * np.random.default_rng(0).normal(size=case.problem.shape)
+    case = PRESETS["machine"](seed)
+    problem, offset = case.problem, 0.05 * np.random.default_rng(seed).normal(size=case.problem.shape)
     logits, first, cosine, size = np.zeros(problem.shape), None, [], []
     for _ in range(200):
         now = policies(logits, logits, offset)
@@ -71,7 +71,7 @@ def discrepancy_bias(threshold: float, fast: bool) -> Outcome:
         first = off if first is None else first
         cosine.append(float((off * first).sum() / np.linalg.norm(off) / np.linalg.norm(first)))
         size.append(float(np.linalg.norm(off) / np.linalg.norm(first)))
-        logits = logits + setting("machine").cfg.step_size * update
+        logits = logits + setting("machine", seed).cfg.step_size * update
     later = cosine[-1]
     cosine, size = cosine[:20], size[:20]
     # What centring leaves of a tiny d, against the last three parts
@@ -98,13 +98,13 @@ def discrepancy_bias(threshold: float, fast: bool) -> Outcome:
     return Outcome(min(cosine), judge(nearly_fixed and removed), reason, 20, measured=measured, table=table)
 
 
-def lag_closes_a_loop(threshold: float, fast: bool) -> Outcome:
+def lag_closes_a_loop(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C4. Mean-field, frozen exact sampler, up to the last update with ESS >= 1/2: uncorrected against exactly
     corrected, and against the loop with its bias linearised. The lag is that of the whole table, and on
     negative_prefixes that of the lost state, which the exact gradient leaves as it starts."""
     worst, agree, measured, frames = 0.0, [], {}, []
     for name, (eta, states) in LOOP_CASES.items():
-        table = _loop_table(PRESETS[name](), eta, states)
+        table = _loop_table(PRESETS[name](seed), eta, states)
         excess = ((table["lag_none"] - table["lag_exact"]) / table["lag_exact"])[-1]
         predicted = ((table["predicted"] - table["lag_exact"]) / table["lag_exact"])[-1]
         agree.append(excess * predicted > 0)
@@ -113,7 +113,7 @@ def lag_closes_a_loop(threshold: float, fast: bool) -> Outcome:
         measured |= {f"{name}: updates": len(table)}
         frames.append(table.with_columns(preset=pl.lit(name)))
     signs = {np.sign(measured[f"{name}: excess lag over the exactly corrected"]) for name in LOOP_CASES}
-    exponents = _growth_exponents()
+    exponents = _growth_exponents(seed)
     measured |= {"exponent of discrepancy's excess in k": exponents[0], "exponent of lag's excess in k": exponents[1]}
     open_loop = abs(exponents[0] - 1) <= 0.2 and exponents[1] >= 1.8
     holds = all(agree) and len(signs) == 2 and worst <= threshold and open_loop
@@ -148,9 +148,9 @@ def _loop_table(case: Case, eta: float, states: slice | list[int]) -> pl.DataFra
     return pl.DataFrame(rows, schema=["k", "lag_none", "lag_exact", "predicted"], orient="row")
 
 
-def _growth_exponents() -> tuple[float, float]:
+def _growth_exponents(seed: int) -> tuple[float, float]:
     """d log |x_k - x_k(exact)| / d log k over k = 2 .. 12, small steps: an offset without lag; a lag without offset."""
-    case = PRESETS["machine"]()
+    case = PRESETS["machine"](seed)
     problem, eta, steps, shape = case.problem, 0.005, 12, (12, -1)
     x, synced = np.zeros(problem.shape), []
     for _ in range(steps):
@@ -171,10 +171,10 @@ def _growth_exponents() -> tuple[float, float]:
     return float(slopes[0]), float(slopes[1])
 
 
-def exact_sampler_has_no_kl(threshold: float, fast: bool) -> Outcome:
+def exact_sampler_has_no_kl(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     """C10. On-policy training with an exact sampler: largest |log pi - log q| of any token before any update."""
-    problem, base = setting("machine")
-    cfg, rngs = replace(base, resync=EveryK(1)), simulate.generators(0, range(2))
+    problem, base = setting("machine", seed)
+    cfg, rngs = replace(base, resync=EveryK(1)), simulate.generators(seed, range(2))
     state, most, steps = simulate.init(rngs, problem, np.zeros(problem.shape), cfg), 0.0, 20 if fast else 100
     for _ in range(steps):
         most = max(most, float(np.abs(state.policies.train - state.policies.rollout).max()))

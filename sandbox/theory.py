@@ -20,7 +20,7 @@ import polars as pl
 from sandbox import exact, lag
 from sandbox.collapse import quadratic_step, var_threshold
 from sandbox.corrections import CORRECTIONS, Correction
-from sandbox.errors import BadInput
+from sandbox.errors import BadInput, positive
 from sandbox.mismatch import RESYNCS, Resync
 from sandbox.policy import draw, log_policy, policies
 from sandbox.problems import Problem
@@ -57,8 +57,9 @@ def trace_fisher_covariance(
     E[G' F G] = sum_t E[A^2 f(s_t, a_t)], f(s, a) = (e_a - p)' occ(s) F(s) (e_a - p). Else a mean over `responses`.
 
     Raises:
-        BadInput: states repeat and there is no `rng` to draw with.
+        BadInput: states repeat and there is no `rng` to draw with, or responses < 1.
     """
+    positive("responses", responses)
     visits, scale = exact.occupancy(problem, logp), exact.advantage_scale(problem, logp, advantage)
     drift = fisher_form(logp, visits, exact.gradient(problem, logp) / scale)
     if not problem.layered:
@@ -113,7 +114,12 @@ def closed_form(
         logits: weights at the sync. (S, V)
         n: responses per batch, N; inf leaves out the noise.
         rng, responses: how tr(F Sigma) is estimated where states repeat (`trace_fisher_covariance`).
+    Raises:
+        BadInput: a step size that is not finite and positive, n <= 0.
     """
+    positive("step_size", step_size)
+    if not n > 0:
+        raise BadInput(f"n is {n}, expected a number of responses > 0")
     logp = log_policy(logits)
     drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
     a = step_size**2 * float(fisher_form(logp, exact.occupancy(problem, logp), drift))
@@ -143,7 +149,13 @@ def linearised(
         correction: one whose expected update is a recursion.
         log_offset: the sampler's constant offset; Var[log w] stays that of the lag, under mu.
     Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
+    Raises:
+        BadInput: steps < 1, noise < 0, a step size that is not finite and positive, a threshold outside (0, 1).
     """
+    positive("step_size", step_size)
+    positive("steps", steps)
+    if not noise >= 0:
+        raise BadInput(f"noise is {noise}, expected a number >= 0")
     start = policies(logits, logits, log_offset)
     visits = exact.occupancy(problem, start.sync)
     drift = exact.expected_update(problem, start, correction, advantage)
@@ -190,8 +202,12 @@ def mean_field(
         log_offset: the sampler's constant offset, nats. (S, V)
         resync: rule of mismatch.py.
     Raises:
-        BadInput: a correction whose expected update is no recursion (truncated sequences, PPO).
+        BadInput: steps < 1, a step size that is not finite and positive; a correction whose expected update is no
+            recursion (truncated sequences, PPO) on a problem of more than about a million sequences.
     """
+    positive("step_size", step_size)
+    positive("steps", steps)
+    var_threshold(threshold)  # refuses one outside (0, 1)
     trainer, sampler, since_sync = np.array(logits, dtype=float), np.array(logits, dtype=float), 0
     now = policies(trainer, sampler, log_offset)
     rows: list[dict[str, Any]] = []

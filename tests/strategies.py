@@ -83,3 +83,8 @@ def batches(draw: st.DrawFn) -> Batch:
         fields[f"logp_{name}"] = np.where(mask, drawn, junk)
     advantage = draw(arrays(float, (shape[0], 1), elements=st.floats(-1, 3, allow_subnormal=False)))
     return Batch(mask=mask, advantage=advantage, **fields)
+
+
+def random_logits(rng: np.random.Generator, problem: Problem, sd: float = 1.0) -> np.ndarray:
+    """Independent normal logits of standard deviation `sd`; sd = 0 is the uniform policy. (S, V)"""
+    return sd * rng.normal(size=problem.shape)

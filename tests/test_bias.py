@@ -10,9 +10,10 @@ from numpy.testing import assert_allclose
 from sandbox import bias, exact, problems
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
-from sandbox.policy import log_policy, policies, random_logits
+from sandbox.policy import log_policy, policies
 from sandbox.problems import Problem
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 STEP = 1e-4
 

@@ -18,7 +18,7 @@ from sandbox import claims, exact, neighbours, remedies, sources, verdicts
 from sandbox.corrections import CIS
 from sandbox.errors import BadInput
 from sandbox.policy import policies
-from sandbox.problems import PRESETS
+from sandbox.problems import PRESETS, sparse_tree
 
 IDS = [f"C{i}" for i in range(1, 12)] + [f"N{i}" for i in range(1, 8)]
 
@@ -210,3 +210,28 @@ def test_the_table_for_people_and_no_torch():
     )
     assert done.returncode == 0, done.stderr
     assert "by construction" in done.stdout
+
+
+def test_spread_by_a_loop_over_responses_and_the_optimal_baseline_is_the_least():
+    problem = sparse_tree(np.random.default_rng(2), depth=2, vocabulary=3, top=0.4)
+    rng = np.random.default_rng(3)
+    now = policies(rng.normal(0.3, 1, problem.shape), rng.normal(0.3, 1, problem.shape))
+    found = neighbours.spread(problem, now)
+
+    def variance(baseline: float) -> float:
+        second, mean = 0.0, np.zeros(problem.shape)
+        for a in range(3):
+            for b in range(3):
+                path, score = [(0, a), (1 + a, b)], np.zeros(problem.shape)
+                for s, token in path:
+                    score[s] -= np.exp(now.train[s])
+                    score[s, token] += 1
+                q = math.exp(sum(now.rollout[pair] for pair in path))
+                w = math.exp(sum(now.train[pair] for pair in path)) / q
+                estimate = w * (sum(problem.reward[pair] for pair in path) - baseline) * score
+                second, mean = second + q * (estimate**2).sum(), mean + q * estimate
+        return second - (mean**2).sum()
+
+    assert_allclose(found.plain, variance(found.baseline), rtol=1e-12)
+    assert_allclose(found.least, variance(found.optimal), rtol=1e-12)
+    assert found.least < min(variance(found.optimal - 0.01), variance(found.optimal + 0.01))

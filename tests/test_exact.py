@@ -13,9 +13,10 @@ from numpy.testing import assert_allclose
 from sandbox import enumeration, exact, problems
 from sandbox.corrections import CIS, CORRECTIONS, DLC, Truncate
 from sandbox.errors import BadInput
-from sandbox.policy import Policies, log_policy, policies, random_logits
+from sandbox.policy import Policies, log_policy, policies
 from sandbox.problems import Problem
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 close = functools.partial(assert_allclose, rtol=1e-10, atol=1e-12)
 

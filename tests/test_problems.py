@@ -9,9 +9,10 @@ from hypothesis import given
 
 from sandbox import problems
 from sandbox.errors import BadInput
-from sandbox.policy import draw, log_policy, random_logits
+from sandbox.policy import draw, log_policy
 from sandbox.problems import Problem
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 GOOD = {"transition": [[1, -1], [0, 1]], "reward": [[0.0, 1.0], [2.0, -1.0]], "horizon": 3}
 

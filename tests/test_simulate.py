@@ -15,10 +15,11 @@ from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, DLC, Corrected
 from sandbox.errors import BadInput
 from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
-from sandbox.policy import Policies, draw, log_policy, policies, random_logits
+from sandbox.policy import Policies, draw, log_policy, policies
 from sandbox.problems import Problem
 from sandbox.simulate import SimConfig
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 ALL = CORRECTIONS | {"seq_dlc": DLC("sequence")}
 

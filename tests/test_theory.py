@@ -12,9 +12,10 @@ from sandbox import collapse, exact, problems, simulate, theory
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import EssBelow, EveryK
-from sandbox.policy import log_policy, policies, random_logits
+from sandbox.policy import log_policy, policies
 from sandbox.problems import Problem
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 
 def near(value: float, other: float, share: float = 0.15) -> bool:

@@ -11,9 +11,10 @@ from numpy.testing import assert_allclose
 
 from sandbox import exact, problems, transfer
 from sandbox.corrections import CORRECTIONS
-from sandbox.policy import log_policy, policies, random_logits
+from sandbox.policy import log_policy, policies
 from sandbox.problems import Problem
 from tests import reference, strategies
+from tests.strategies import random_logits
 
 
 @given(strategies.problems_with_policies())
