@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sandbox.arrays import Array, detach, masked, namespace, widen
+from sandbox.arrays import Array, detach, logsumexp, masked, namespace, widen
 from sandbox.errors import BadInput
 
 Source = Literal["total", "lag", "discrepancy", "behaviour", "drift"]
@@ -25,6 +25,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "drift": ("logp_train", "logp_old"),  # what the updates on this batch have added
 }
 LOGP_TOLERANCE = 1e-5  # a log-probability may exceed 0 by rounding, not by more
+SUM_TOLERANCE = 0.01  # nats; a table that is not normalised (logits, another temperature) is off by more
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +104,8 @@ def check(batch: Batch) -> Batch:
 
     Raises:
         BadInput: naming the field (and the first bad position) for a wrong shape, a mask that is not boolean,
-            nan, a log-probability above 0, a sampler log-probability of -inf (a drawn token cannot have had
-            probability 0; the trainer's may), a version newer than the trainer's.
+            nan, a log-probability above 0, `_all` probabilities that sum to more than 1, a sampler log-probability of
+            -inf (a drawn token cannot have had probability 0; the trainer's may), a version newer than the trainer's.
     """
     xp = namespace(batch.logp_train)
     shape = batch.logp_train.shape
@@ -127,6 +128,9 @@ def check(batch: Batch) -> Batch:
             mask = batch.mask if len(value.shape) == 2 else batch.mask[..., None]
             _refuse(field.name, "is nan", mask & xp.isnan(value))
             _refuse(field.name, "is above 0", mask & (value > LOGP_TOLERANCE))
+            if len(value.shape) == 3:
+                total = logsumexp(widen(detach(value)), axis=-1)
+                _refuse(field.name, "has probabilities that sum to more than 1", batch.mask & (total > SUM_TOLERANCE))
         if field.name == "advantage":
             _refuse(field.name, "is not finite", batch.mask & ~xp.isfinite(value))
     _refuse(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sandbox import ratios
-from sandbox.arrays import Array, detach, masked, masked_mean, namespace
+from sandbox.arrays import Array, count, detach, masked, masked_mean, namespace
 from sandbox.batch import Batch
 from sandbox.errors import BadInput
 
@@ -179,10 +179,14 @@ def top_share(log_weight: Array, fraction: float = 0.01) -> float:
 
 
 def sequence_log_weight(batch: Batch, source: str = "total") -> Array:
-    """Raw log weight of each response: the sum over its tokens of t ("total"), g ("lag") or d ("discrepancy"). (B,)"""
+    """Raw log weight of each response: the sum over its tokens of t ("total"), g ("lag") or d ("discrepancy").
+
+    A row that is masked throughout is no response and has no weight: (n,), n <= B.
+    """
     if source not in ("total", "lag", "discrepancy"):
         raise BadInput(f"source is {source!r}, expected total, lag or discrepancy")
-    return detach(ratios.sequence(getattr(batch, source)))[:, 0]
+    xp = namespace(batch.mask)
+    return detach(ratios.sequence(getattr(batch, source)))[:, 0][xp.any(batch.mask, axis=-1)]
 
 
 def kl_sampler_train(batch: Batch) -> dict[str, float]:
@@ -191,7 +195,12 @@ def kl_sampler_train(batch: Batch) -> dict[str, float]:
     k1 and k3 are unbiased, k3 is never negative, k2 is biased. t = log pi - log q.
     """
     t = detach(batch.total)
-    return {name: float(masked_mean(ratios.ESTIMATORS[name](t), batch.mask)) for name in ("k1", "k2", "k3")}
+    return {name: _token_mean(ratios.ESTIMATORS[name](t), batch) for name in ("k1", "k2", "k3")}
+
+
+def _token_mean(x: Array, batch: Batch) -> float:
+    """Mean over the counted tokens; nan without any."""
+    return float(masked_mean(x, batch.mask)) if int(count(batch.mask)) else math.nan
 
 
 @dataclass(frozen=True)
@@ -211,10 +220,10 @@ class Decomposition:
 
 
 def decompose(batch: Batch) -> Decomposition:
-    """Split the token error t = log pi - log q into discrepancy d and lag g; needs `logp_sync`."""
+    """Split the token error t = log pi - log q into discrepancy d and lag g; needs `logp_sync`. nan without tokens."""
     d, g = detach(batch.discrepancy), detach(batch.lag)
 
     def mean(x: Array) -> float:
-        return float(masked_mean(x, batch.mask))
+        return _token_mean(x, batch)
 
     return Decomposition(mean(d * d), mean(g * g), mean((d + g) ** 2), 2 * mean(d * g))

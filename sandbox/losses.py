@@ -35,7 +35,8 @@ def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fi
     xp = namespace(batch.logp_train)
     weight = corrected.weight * batch.advantage * xp.ones_like(detach(batch.logp("logp_train")))
     kept = batch.mask & corrected.keep
-    live = kept & (weight != 0)  # 0 times log 0 is 0
+    # 0 times log 0 is 0; and a token that the trainer gives probability 0 has no score (`accounts` tells)
+    live = kept & (weight != 0) & xp.isfinite(detach(batch.logp("logp_train")))
     score = masked(batch.logp("logp_train"), live)
     if not isinstance(corrected.centre, float):
         train_all = masked(batch.need("logp_train_all"), live[..., None])
@@ -94,9 +95,12 @@ def accounts(batch: Batch, corrected: Corrected) -> dict[str, float | str]:
     tokens, left = int(count(batch.mask)), int(count(kept))
     responses, whole = (int(count(xp.any(m, axis=-1))) for m in (batch.mask, kept))
     alarm = "" if left else ("every token is rejected" if tokens else "the mask counts no token")
-    wild = kept & ~xp.isfinite(corrected.weight)
-    if int(count(wild)):
-        alarm = f"{int(count(wild))} weights are not finite"
+    for what, bad in (
+        ("drawn tokens have probability 0 under the trainer", ~xp.isfinite(detach(batch.logp("logp_train")))),
+        ("weights are not finite", ~xp.isfinite(corrected.weight)),
+    ):
+        if number := int(count(kept & bad)):
+            alarm = f"{number} {what}"
     return {
         "loss_fixed": float(detach(reinforce(batch, corrected, "fixed"))),
         "loss_kept": float(detach(reinforce(batch, corrected, "kept"))),

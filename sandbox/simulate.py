@@ -232,7 +232,9 @@ def _mass_from_batch(problem: Problem, now: Policies, room: kernels.Scratch, cor
     if correction.centres:
         train, sync, rollout = (p.reshape(-1, vocabulary)[state] for p in now)
         batch = replace(batch, logp_train_all=train, logp_sync_all=sync, logp_rollout_all=rollout)
-    weight, keep, shift = correction(batch)
+    n = room.slot.shape[1]
+    said = [correction(batch.rows(slice(i, i + n))) for i in range(0, len(mask), n)]  # a rule may mix a run's responses
+    weight, keep, shift = (np.concatenate(x) if np.ndim(x[0]) else x[0] for x in zip(*said, strict=True))
     gain = np.where(keep, weight * batch.advantage, 0.0).reshape(room.slot.shape)
 
     def add_up(gain: np.ndarray) -> np.ndarray:

@@ -41,6 +41,17 @@ def with_entry(field: str, index: tuple[int, int], value: float) -> Batch:
     return dataclasses.replace(GOOD, **{field: array})
 
 
+def with_table(*p: float) -> Batch:
+    """These probabilities at every place, whole vocabulary or top k; anything where masked."""
+    table = np.where(GOOD.mask[..., None], np.log(p), 7.0)
+    return dataclasses.replace(GOOD, logp_train_all=table)
+
+
+def test_a_whole_vocabulary_and_a_top_k_pass():
+    for p in ((0.5, 0.3, 0.2), (0.5, 0.3), (1 - 1e-6, 0.004)):
+        assert check(with_table(*p)).logp_train_all is not None
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -53,6 +64,7 @@ def with_entry(field: str, index: tuple[int, int], value: float) -> Batch:
         (dataclasses.replace(GOOD, logp_sync=np.zeros((2, 2))), r"logp_sync has shape \(2, 2\), expected \(2, 3\)"),
         (dataclasses.replace(GOOD, logp_rollout=np.zeros((2, 1))), r"logp_rollout has shape \(2, 1\)"),
         (dataclasses.replace(GOOD, logp_train_all=np.zeros((2, 3))), r"logp_train_all has shape \(2, 3\), expected"),
+        (with_table(1.0, 0.03), r"logp_train_all\[0, 0\] has probabilities that sum to more than 1"),
         (dataclasses.replace(GOOD, logp_train=np.zeros(3)), r"logp_train has shape \(3,\), expected \(B, T\)"),
     ],
 )  # fmt: skip

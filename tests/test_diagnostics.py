@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sandbox import diagnostics
+from sandbox import diagnostics, health
 from sandbox.batch import Batch
 from sandbox.errors import BadInput
 from tests.strategies import batches
@@ -88,11 +88,14 @@ def test_kl_estimators_of_a_printed_example():
 @given(batches())
 def test_the_token_error_splits_exactly(batch: Batch):
     split = diagnostics.decompose(batch)
-    assert split.total == pytest.approx(split.discrepancy + split.lag + split.cross_term, abs=1e-12)
+    assert split.total == pytest.approx(split.discrepancy + split.lag + split.cross_term, abs=1e-12, nan_ok=True)
     tokens = list(zip(*np.nonzero(batch.mask), strict=True))
     d = [batch.logp_sync[i] - batch.logp_rollout[i] for i in tokens]  # type: ignore[index]
     g = [batch.logp_train[i] - batch.logp_sync[i] for i in tokens]  # type: ignore[index]
-    n = max(len(tokens), 1)
+    if not tokens:
+        assert math.isnan(split.discrepancy)
+        return
+    n = len(tokens)
     assert split.discrepancy == pytest.approx(sum(x * x for x in d) / n)
     assert split.lag == pytest.approx(sum(x * x for x in g) / n)
     assert split.cross_term == pytest.approx(2 * sum(x * y for x, y in zip(d, g, strict=True)) / n, abs=1e-12)
@@ -108,6 +111,22 @@ def test_without_the_trainer_at_the_samplers_weights_nothing_is_split():
     with pytest.raises(BadInput, match="no logp_sync"):
         diagnostics.decompose(batch)
     assert math.isnan(diagnostics.decompose(dataclasses.replace(batch, logp_sync=np.zeros((1, 1)))).lag_share)
+
+
+def test_a_row_masked_throughout_is_no_response():
+    """Three responses of log weights ln 1, ln 2, ln 4: ESS 49/63, with or without empty rows between them."""
+    t = np.log([[1.0, 1.0], [9.0, 9.0], [2.0, 1.0], [9.0, 9.0], [2.0, 2.0]])
+    mask = np.array([[True, True], [False, False], [True, True], [False, False], [True, True]])
+    batch = Batch(np.full((5, 2), -2.0) + t, np.full((5, 2), -2.0), mask, np.ones((5, 1)))
+    log_weight = diagnostics.sequence_log_weight(batch)
+    np.testing.assert_allclose(np.exp(log_weight), [1, 2, 4])
+    assert float(diagnostics.ess(log_weight)) == pytest.approx(49 / 21 / 3)
+    report = health.report(batch)
+    assert (report.n_responses, report.ess["sequence"].n) == (3, 3)
+    assert report.ess["sequence"].raw == pytest.approx(49 / 21 / 3)
+    nothing = dataclasses.replace(batch, mask=mask & False)
+    assert diagnostics.sequence_log_weight(nothing).shape == (0,)
+    assert all(math.isnan(x) for x in diagnostics.kl_sampler_train(nothing).values())
 
 
 def test_unknown_source():

@@ -149,6 +149,26 @@ def test_accounts_report_both_denominators_and_wild_weights():
     assert losses.accounts(batch, inf)["alarm"] == f"{n} weights are not finite"
 
 
+@pytest.mark.parametrize("name", ["none", "tis", "seq_is", "mis", "ppo", "cis", "dlc"])
+def test_a_token_that_the_trainer_rules_out_has_no_score_and_an_alarm(name):
+    """Loss and gradient are those of the batch without it; its weight may still be 0 or 1."""
+    logits = torch.tensor([[[0.3, -0.2, 0.5], [0.1, 0.7, -math.inf]]], requires_grad=True)
+    logp = torch.log_softmax(logits, -1)
+    q = torch.log_softmax(torch.tensor([[[0.2, 0.1, 0.4], [0.3, 0.2, 0.1]]]), -1)
+    drawn = torch.tensor([[[0], [2]]])
+    train, rollout = (p.gather(-1, drawn)[..., 0] for p in (logp, q))
+    every = {"logp_train_all": logp, "logp_sync_all": q, "logp_rollout_all": q}
+    batch = Batch(train, rollout, torch.tensor([[True, True]]), torch.tensor([[1.5]]), rollout, **every)
+    corrected = PRESETS[name](batch)
+    loss = losses.reinforce(batch, corrected)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(grad).all()
+    assert (grad[0, 1] == 0).all()
+    if name in ("none", "dlc"):
+        assert losses.accounts(batch, corrected)["alarm"] == "1 drawn tokens have probability 0 under the trainer"
+
+
 def test_a_number_is_the_global_count():
     """Micro-batches that divide by the global count add up to the whole batch's loss, of any sizes."""
     batch = random_batch(6, 5)

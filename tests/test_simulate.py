@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 
 from sandbox import diagnostics, exact, problems, simulate
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS, DLC, Corrected
+from sandbox.corrections import CORRECTIONS, DLC, Corrected, Truncate
 from sandbox.errors import BadInput
 from sandbox.mismatch import ConstantOffset, EssBelow, EveryK
 from sandbox.policy import Policies, draw, log_policy, policies
@@ -22,6 +22,7 @@ from tests import reference, strategies
 from tests.strategies import random_logits
 
 ALL = CORRECTIONS | {"seq_dlc": DLC("sequence")}
+MIXING = {"snis": Truncate("sequence", math.inf, normalise=True)}  # weights over the batch's mean weight
 
 
 def stacked(three: Policies, runs: int = 1) -> Policies:
@@ -97,9 +98,9 @@ def test_a_run_does_not_depend_on_the_runs_beside_it(machine):
     )
 
 
-@pytest.mark.parametrize("name", ["none", "dlc", "seq_tis", "seq_dlc"])
+@pytest.mark.parametrize("name", ["none", "dlc", "seq_tis", "seq_dlc", "snis"])
 def test_groups_and_threads_change_nothing(machine, monkeypatch, name):
-    cfg = SimConfig(ALL[name], EssBelow(0.8), ConstantOffset(0.1), steps=12, batch_size=32, seed=5)
+    cfg = SimConfig((ALL | MIXING)[name], EssBelow(0.8), ConstantOffset(0.1), steps=12, batch_size=32, seed=5)
     logits = random_logits(np.random.default_rng(1), machine)
     whole = simulate.run(machine, logits, cfg, range(7))
     monkeypatch.setattr(simulate, "TOGETHER", 2)
