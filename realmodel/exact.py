@@ -107,6 +107,7 @@ def extend(engine: ExactEngine, rollout: Rollout, max_new_tokens: int, seed: int
         alive = alive & ~torch.isin(token[:, 0], eos)
     whole = engine.log_q(ids)
     responses, logp, everything, versions = [], [], [], []
+    drew = rollout.versions()
     for b, (prompt, old) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
         first, last = int(begin[b]), int(length[b])
         rows = whole[b, first - 1 : last - 1]
@@ -119,7 +120,7 @@ def extend(engine: ExactEngine, rollout: Rollout, max_new_tokens: int, seed: int
             )
         responses.append(old + ids[b, len(prompt) + len(old) : last].tolist())
         logp.append(np.concatenate([rollout.logp[b], values.cpu().numpy()]))
-        versions.append(np.concatenate([rollout.versions()[b], np.full(last - first, version)]))
+        versions.append(np.concatenate([drew[b], np.full(last - first, version)]))
         if rollout.logp_all is not None:
             everything.append(np.concatenate([rollout.logp_all[b], rows.cpu().numpy()]))
     return replace(
