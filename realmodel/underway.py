@@ -123,6 +123,8 @@ def next_batch(config: RunConfig, llm: Any, learner: Learner, run: Run) -> tuple
             some = config.segment if i and config.segment else None
             seed = _seed(config, 1, draft.number, *(() if draft.rollout is None else (config.delay - i,)))
             rollout = _draw(config, llm, learner, draft, config.group, seed, version, some)
+            if config.segment:  # a version a token in every table of the run, also of what was drawn at once
+                rollout = replace(rollout, token_versions=rollout.versions())
             run.queue[i] = replace(draft, rollout=rollout)
     problems, rollout = run.queue[0].problems, run.queue.pop(0).rollout
     assert rollout is not None
