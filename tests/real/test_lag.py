@@ -12,6 +12,7 @@ import torch
 
 from realmodel import model as policy
 from realmodel import sampler, train
+from realmodel.align import pad_ids
 from realmodel.sampler import EngineConfig
 from realmodel.train import RunConfig
 from sandbox.corrections import CORRECTIONS, Mask
@@ -46,12 +47,12 @@ def followed(config, llm, learner, out) -> tuple[pl.DataFrame, list[pl.DataFrame
 
 
 def logp_at(learner, table: pl.DataFrame, weights: dict) -> list[list[float]]:
-    """log-probability of each recorded token at some weights, one response at a time."""
-    columns = []
-    for prompt, ids in zip(table["prompt_token_ids"].to_list(), table["token_ids"].to_list(), strict=True):
-        logp = policy.log_probs(learner.model, torch.tensor([prompt + ids]), None, weights=weights)[0]
-        columns.append([float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(ids)])
-    return columns
+    """log-probability of each recorded token at some weights."""
+    pairs = list(zip(table["prompt_token_ids"].to_list(), table["token_ids"].to_list(), strict=True))
+    logp = policy.log_probs(learner.model, *pad_ids([p + ids for p, ids in pairs], 0), weights=weights).tolist()
+    return [
+        [logp[b][len(prompt) - 1 + t][token] for t, token in enumerate(ids)] for b, (prompt, ids) in enumerate(pairs)
+    ]
 
 
 def test_an_exact_sampler_has_no_mismatch_at_any_step(exact_engine, learner, tmp_path):
