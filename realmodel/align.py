@@ -24,9 +24,12 @@ class Rollout:
         response_ids: drawn tokens, eos included where it was drawn. B lists
         logp: the sampler's log-probability of each drawn token, nats. B arrays (T_i,)
         logp_all: the same over the whole vocabulary, in token-id order; None where not asked for. B arrays (T_i, V)
-        version: weight version that drew them.
+        version: weight version that drew them; where several did, the last.
         prompt_index: which prompt of the request each response answers. int (B,)
         finished: whether eos was drawn (else the length limit cut the response). bool (B,)
+        token_versions: weight version of each token, where a sync fell into the generation. B int arrays (T_i,)
+        width: length to which `pad` pads every sequence; 0: that of the longest. The exact engine draws its tokens
+            and the trainer evaluates them in this one shape.
     """
 
     prompt_ids: list[list[int]]
@@ -36,6 +39,14 @@ class Rollout:
     version: int
     prompt_index: np.ndarray
     finished: np.ndarray
+    token_versions: list[np.ndarray] | None = None
+    width: int = 0
+
+    def versions(self) -> list[np.ndarray]:
+        """The weight version that drew each token. B int arrays (T_i,)"""
+        if self.token_versions is not None:
+            return self.token_versions
+        return [np.full(len(ids), self.version) for ids in self.response_ids]
 
 
 def pad(rollout: Rollout, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -44,14 +55,18 @@ def pad(rollout: Rollout, pad_id: int) -> tuple[Tensor, Tensor]:
     Returns:
         (ids, attention_mask), both long (B, L); the mask is 1 on real tokens.
     """
-    return pad_ids([p + r for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)], pad_id)
+    sequences = [p + r for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
+    return pad_ids(sequences, pad_id, rollout.width)
 
 
-def pad_ids(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ragged id lists as (ids, attention_mask), both long (B, L), padded on the right. Raises BadInput if empty."""
+def pad_ids(sequences: list[list[int]], pad_id: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Ragged id lists as (ids, attention_mask), both long (B, L), padded on the right to `width` or the longest.
+
+    Raises BadInput if empty.
+    """
     if not sequences or not all(sequences):
         raise BadInput("ids: no sequence, or one without a token")
-    length = max(map(len, sequences))
+    length = max(width, *map(len, sequences))
     ids = torch.tensor([s + [pad_id] * (length - len(s)) for s in sequences])
     mask = torch.tensor([[1] * len(s) + [0] * (length - len(s)) for s in sequences])
     return ids, mask
@@ -101,7 +116,7 @@ def to_batch(
         advantage: one number a response. (B,)
         train_all: log pi of every next token, from `model.log_probs`; carries the gradient. (B, L, V)
         version_train: weight version of the trainer that consumes the batch.
-        sync_all: log mu, the trainer's engine at the weights that drew the rollout. (B, L, V)
+        sync_all: log mu, the trainer's engine at the weights that drew each token. (B, L, V)
         centre: also fill the whole-vocabulary fields, for corrections that centre the score.
 
     Raises:
@@ -147,10 +162,20 @@ def to_batch(
             logp_train_all=response_rows(train_all) if centre else None,
             logp_sync_all=response_rows(sync_all) if centre and sync_all is not None else None,
             logp_rollout_all=rollout_all,
-            version_rollout=torch.full((size, 1), rollout.version, device=device),
+            version_rollout=_version_rollout(rollout, width).to(device),
             version_train=version_train,
         )
     )
+
+
+def _version_rollout(rollout: Rollout, width: int) -> Tensor:
+    """One version a response, (B, 1); one a token, (B, T), where a sync fell into the generation."""
+    if rollout.token_versions is None:
+        return torch.full((len(rollout.response_ids), 1), rollout.version)
+    versions = torch.zeros(len(rollout.response_ids), width, dtype=torch.long)
+    for b, row in enumerate(rollout.token_versions):
+        versions[b, : len(row)] = torch.as_tensor(row)
+    return versions
 
 
 def _check_sizes(rollout: Rollout, ids: Tensor, train_all: Tensor) -> None:

@@ -154,11 +154,13 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     _print(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
-def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = False) -> None:
+def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = None, json: Json = False) -> None:
     """One real-model run from a TOML config; prints its last measurements.
 
     Args:
-        config: TOML file, see realmodel/configs.
+        config: TOML file, see realmodel/configs; or, with --resume, the folder of a run.
+        resume: go on from the last whole step of a run that was killed: in this folder, in --out, or in the newest
+            folder of this config under runs/. Where there is none, a new run starts.
     """
     from sandbox import config as configs
 
@@ -168,9 +170,15 @@ def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = Fals
         from realmodel import train as loop
 
         _quiet_libraries()
-        settings = configs.load(config, loop.RunConfig)
+        if config.is_dir():
+            if not resume:
+                raise BadInput(f"{config} is a folder: a TOML file is expected, or --resume to go on with a run")
+            folder, settings = config, configs.structure(results.read_run(config)["config"], loop.RunConfig)
+        else:
+            settings = configs.load(config, loop.RunConfig)
+            older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
+            folder = older[-1] if older else out if resume and out and out.is_dir() else _folder(out, config.stem)
         tasks.get(settings.task)
-        folder = _folder(out, config.stem)
         task = bar.add_task("starting", total=settings.steps)
         path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
         llm = sampler.start(path, settings.engine)
@@ -179,7 +187,7 @@ def train(config: tyro.conf.Positional[Path], out: Out = None, json: Json = Fals
         def progress(row: dict) -> None:
             bar.update(task, description=f"update {row['step'] + 1}, reward {row['reward']:.2f}", advance=1)
 
-        steps = loop.train(settings, llm, learner, folder, progress)
+        steps = loop.train(settings, llm, learner, folder, progress, resume)
         last = steps.tail(1).with_columns(pass_rate=steps.tail(1)["pass_probability"].list.mean())
         kept = {k: v for k, v in last.drop("pass_probability").to_dicts()[0].items() if v is not None}
         _print(stdout, kept | {"folder": str(folder)}, json, {f"{config.stem}, after the last update": [kept]})

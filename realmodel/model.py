@@ -83,7 +83,8 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     _no_progress_bars()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+        _remove_abandoned(cache)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.{os.getpid()}.", dir=cache))
     except OSError as error:
         raise BadInput(f"cache {cache} of the small model cannot be written: {error.strerror}") from error
     try:
@@ -110,6 +111,19 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Delete half-built folders (`name.pid.random`) of processes that were killed: those whose pid is gone."""
+    for folder in cache.glob("*.*.*"):
+        pid = folder.name.split(".")[1]
+        if pid.isdigit():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+            except (OSError, OverflowError):
+                continue  # someone else's live process
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

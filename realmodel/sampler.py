@@ -1,6 +1,7 @@
-"""The sampler: vLLM in this process, started from a folder of weights; `generate` returns a Rollout.
+"""The sampler: vLLM in this process, or the exact engine (exact.py); `generate` and `extend` return a Rollout.
 
-Temperature is 1 and nothing is truncated, so the reported log-probabilities are those the tokens were drawn from.
+Temperature is 1 and nothing is truncated; the reported log-probabilities are the processed ones, so they are those the
+tokens were drawn from, an injected offset included.
 In process the engine shares torch's random state, so each `generate` seeds it and puts the trainer's state back;
 vLLM is imported on the first `start`, which costs ten seconds and reads the environment set here.
 """
@@ -11,17 +12,21 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from realmodel import answers, exact
 from realmodel.align import Rollout
+from realmodel.exact import ExactEngine
 from realmodel.model import check_folder, one_line
 from sandbox.errors import BadInput
+from sandbox.mismatch import ConstantOffset
 
+Kind = Literal["vllm", "exact"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # others start, then die on the first token
 
@@ -43,15 +48,22 @@ class EngineConfig:
     """How the engine runs.
 
     Args:
+        kind: "vllm", or "exact": the trainer's own kernels, no discrepancy at all (exact.py).
         dtype: float32, bfloat16 or float16.
+        offset_sd: standard deviation, nats, of a constant discrepancy put into the engine: one normal offset a token
+            id, drawn from `seed` once, is added to the logits before every draw, so that q = softmax(logits + offset).
+        batch_invariant: vLLM's own mode in which a log-probability does not depend on what else is in the batch.
         max_model_len: tokens of prompt and response together.
         max_num_seqs: responses in flight at once.
         kv_cache_mib: memory of the KV cache, MiB; without a figure vLLM takes a share of the machine.
-        seed: vLLM's own; every `generate` brings another.
+        seed: vLLM's own (every `generate` brings another), and the offset's.
         enforce_eager: False compiles the model, which takes half a minute.
     """
 
+    kind: Kind = "vllm"
     dtype: Dtype = "float32"
+    offset_sd: float = 0.0
+    batch_invariant: bool = False
     max_model_len: int = 128
     max_num_seqs: int = 256
     kv_cache_mib: int = 128
@@ -64,16 +76,25 @@ class EngineConfig:
                 raise BadInput(f"engine.{name} is {getattr(self, name)}, expected at least {least}")
         if self.dtype not in get_args(Dtype):
             raise BadInput(f"dtype {self.dtype!r} is unknown, expected one of: {', '.join(get_args(Dtype))}")
+        if self.kind not in get_args(Kind):
+            raise BadInput(f"engine.kind {self.kind!r} is unknown, expected one of: {', '.join(get_args(Kind))}")
+        if not 0 <= self.offset_sd < np.inf:
+            raise BadInput(f"engine.offset_sd is {self.offset_sd}, expected a finite number >= 0")
+        if self.kind == "exact" and (self.dtype != "float32" or self.batch_invariant):
+            raise BadInput("engine.kind 'exact' computes as the trainer does: leave dtype and batch_invariant alone")
 
 
 def start(path: str | Path, config: EngineConfig) -> Any:
-    """A vLLM engine (`vllm.LLM`) in this process, holding the weights in folder `path` (or of that hub name).
+    """An engine in this process, a `vllm.LLM` or an ExactEngine, with the weights in folder `path` (or of that name).
 
     Raises:
-        BadInput: one line, for a missing or incomplete folder, a head_dim that vLLM cannot serve on a CPU, or an
-            engine that does not start (with its root cause).
+        BadInput: one line, for a missing or incomplete folder, a head_dim that vLLM cannot serve on a CPU, batch
+            invariance on a device that has none, or an engine that does not start (with its root cause).
     """
     check_folder(path)
+    if config.kind == "exact":
+        return exact.start(path, config.max_model_len, lambda size: _offset(config, size))
+    _batch_invariance(config.batch_invariant)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if Path(path).is_dir():
@@ -89,6 +110,7 @@ def start(path: str | Path, config: EngineConfig) -> Any:
         raise BadInput(f"model {str(path)!r} has no eos_token_id in its config.json: responses could not end")
     if not torch.cuda.is_available() and head_dim not in CPU_HEAD_DIMS:
         raise BadInput(f"head_dim {head_dim} cannot be served on a CPU, expected one of: {CPU_HEAD_DIMS}")
+    offset = _offset(config, model.vocab_size).tolist()
     set_threads = torch.set_num_threads
     try:
         with _random_state(), _llvmlite_hidden(), warnings.catch_warnings():
@@ -104,6 +126,9 @@ def start(path: str | Path, config: EngineConfig) -> Any:
                 max_num_seqs=config.max_num_seqs,
                 kv_cache_memory_bytes=config.kv_cache_mib << 20,
                 max_logprobs=-1,
+                logprobs_mode="processed_logprobs",
+                logits_processors=["realmodel.offset:TokenOffset"] if config.offset_sd else None,
+                additional_config={"token_offset": offset} if config.offset_sd else {},
                 skip_tokenizer_init=True,  # ids in, ids out: no text is made that nobody reads
                 generation_config="vllm",  # the folder's own may set another temperature or truncate
                 use_tqdm_on_load=False,
@@ -116,6 +141,47 @@ def start(path: str | Path, config: EngineConfig) -> Any:
     return llm
 
 
+def _batch_invariance(wanted: bool) -> None:
+    """Sets vLLM's switch, which holds for the whole process. BadInput where the device has no such kernels."""
+    if wanted and not torch.cuda.is_available():
+        raise BadInput("engine.batch_invariant needs vLLM's Triton kernels, which no CPU runs: leave it false here")
+    if wanted and torch.cuda.get_device_capability() < (8, 0):
+        raise BadInput("engine.batch_invariant needs a GPU of compute capability 8.0 or newer")
+    if _engines and wanted != (os.environ.get("VLLM_BATCH_INVARIANT") == "1"):
+        raise BadInput("engine.batch_invariant differs from that of an engine of this process: start another process")
+    if wanted:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+def _offset(config: EngineConfig, vocabulary: int) -> np.ndarray:
+    return ConstantOffset(config.offset_sd)(np.random.default_rng(config.seed), (1, vocabulary))[0].astype(np.float32)
+
+
+def offset(llm: Any) -> torch.Tensor | None:
+    """What the engine adds to its logits, one number a token id, nats; None where nothing. (V,)"""
+    if isinstance(llm, ExactEngine):
+        return llm.offset
+    values = llm.llm_engine.vllm_config.additional_config.get("token_offset")
+    return None if values is None else torch.tensor(values)
+
+
+def vocabulary(llm: Any) -> int:
+    """Token ids the engine can draw."""
+    return llm.vocabulary if isinstance(llm, ExactEngine) else llm.model_config.get_vocab_size()
+
+
+def can_report(llm: Any, whole_vocabulary: bool) -> None:
+    """Raises BadInput where the engine cannot return the log-probabilities that a run needs."""
+    if isinstance(llm, ExactEngine):
+        return
+    mode, most = llm.model_config.logprobs_mode, llm.model_config.max_logprobs
+    if not str(mode).endswith("processed_logprobs"):
+        raise BadInput(f"engine reports {mode}, and a correction needs processed_logprobs: those it drew from")
+    if whole_vocabulary and 0 <= most < vocabulary(llm):
+        size = vocabulary(llm)
+        raise BadInput(f"the correction centres the score over {size} tokens, but the engine reports at most {most}")
+
+
 def generate(
     llm: Any,
     prompt_ids: list[list[int]],
@@ -124,6 +190,7 @@ def generate(
     seed: int,
     whole_vocabulary: bool = False,
     version: int = 0,
+    room: int = 0,
 ) -> Rollout:
     """`n` responses a prompt at temperature 1, prompt by prompt; the same seed gives the same tokens.
 
@@ -135,23 +202,69 @@ def generate(
         seed: of the engine's random state; the caller's own is left as it was.
         whole_vocabulary: also return the log-probability of every token at every step.
         version: of the weights that the engine holds.
+        room: tokens a response may still get from `extend`.
 
     Raises:
         BadInput: for no prompt, an empty one or one too long, and where the engine returns another number of
             responses, an empty response, or a log-probability that is missing.
     """
+    if not prompt_ids:
+        raise BadInput("prompt_ids: no prompt")
+    new = max_new_tokens + room
+    limit = llm.max_model_len if isinstance(llm, ExactEngine) else llm.model_config.max_model_len
+    for i, prompt in enumerate(prompt_ids):
+        if not prompt or len(prompt) + new > limit:
+            fits = f"expected 1 to {limit - new}: engine.max_model_len {limit} less {new} new ones"
+            raise BadInput(f"prompt_ids[{i}] has {len(prompt)} tokens, {fits}")
+    if isinstance(llm, ExactEngine):
+        return exact.generate(llm, prompt_ids, n, max_new_tokens, seed, whole_vocabulary, version, room)
+    requests = ask(llm, prompt_ids, n, max_new_tokens, seed, whole_vocabulary)
+    return answers.rollout(requests, prompt_ids, n, vocabulary(llm), eos_ids(llm), whole_vocabulary, version)
+
+
+def fresh(llm: Any, prompt_ids: list[list[int]], max_new_tokens: int, seed: int) -> tuple[Rollout, int]:
+    """One vLLM response a prompt, and how many tokens of the first prompt were answered from the prefix cache."""
+    requests = ask(llm, prompt_ids, 1, max_new_tokens, seed)
+    # of the first: the others may share its prefix, which is no sign of an old cache
+    return answers.rollout(requests, prompt_ids, 1, vocabulary(llm), eos_ids(llm)), requests[0].num_cached_tokens or 0
+
+
+def extend(llm: Any, rollout: Rollout, max_new_tokens: int, seed: int, version: int) -> Rollout:
+    """The rollout with up to `max_new_tokens` more tokens of every unfinished response, from the weights of `version`.
+
+    What was drawn keeps its log-probability and its version; the new tokens are conditioned on it, and the engine
+    computes its keys and values anew, as asynchronous trainers do that interrupt a generation for a sync.
+    """
+    if isinstance(llm, ExactEngine):
+        return exact.extend(llm, rollout, max_new_tokens, seed, version)
+    unfinished = np.flatnonzero(~rollout.finished)
+    if not len(unfinished):
+        return rollout
+    prompts = [rollout.prompt_ids[b] + rollout.response_ids[b] for b in unfinished]
+    more = generate(llm, prompts, 1, max_new_tokens, seed, rollout.logp_all is not None, version)
+    responses, logp, versions = list(rollout.response_ids), list(rollout.logp), list(rollout.versions())
+    everything = None if rollout.logp_all is None else list(rollout.logp_all)
+    finished = rollout.finished.copy()
+    for i, b in enumerate(unfinished):
+        responses[b] = responses[b] + more.response_ids[i]
+        logp[b] = np.concatenate([logp[b], more.logp[i]])
+        versions[b] = np.concatenate([versions[b], more.versions()[i]])
+        finished[b] = more.finished[i]
+        if everything is not None and more.logp_all is not None:
+            everything[b] = np.concatenate([everything[b], more.logp_all[i]])
+    return replace(
+        rollout, response_ids=responses, logp=logp, logp_all=everything, version=version, finished=finished,
+        token_versions=versions,
+    )  # fmt: skip
+
+
+def ask(
+    llm: Any, prompt_ids: list[list[int]], n: int, max_new_tokens: int, seed: int, whole_vocabulary: bool = False
+) -> list:
+    """vLLM's own answer, one request a prompt; BadInput where it dies."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    limit = llm.model_config.max_model_len
-    if not prompt_ids:
-        raise BadInput("prompt_ids: no prompt")
-    for i, prompt in enumerate(prompt_ids):
-        if not prompt or len(prompt) + max_new_tokens > limit:
-            room = (
-                f"expected 1 to {limit - max_new_tokens}: engine.max_model_len {limit} less {max_new_tokens} new ones"
-            )
-            raise BadInput(f"prompt_ids[{i}] has {len(prompt)} tokens, {room}")
     # A seed in SamplingParams gives each request a generator of its own: equal prompts then get equal responses.
     params = SamplingParams(
         n=n,
@@ -165,69 +278,16 @@ def generate(
     with _random_state():
         torch.manual_seed(seed)
         try:
-            requests = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompt_ids], params, use_tqdm=False)
+            return llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompt_ids], params, use_tqdm=False)
         except Exception as error:  # vLLM raises whatever its parts raise
             raise BadInput(f"engine failed while sampling: {_root_cause(error)}") from error
-    return _rollout(llm, requests, prompt_ids, n, whole_vocabulary, version)
 
 
 def eos_ids(llm: Any) -> set[int]:
     """The token ids that end a response, from the model's config."""
-    eos = llm.model_config.hf_config.eos_token_id
-    return set(eos) if isinstance(eos, list) else {eos}
-
-
-def _rollout(llm: Any, requests: list, prompt_ids: list[list[int]], n: int, whole: bool, version: int) -> Rollout:
-    """The engine's answer as a Rollout, once it is as many responses as asked for, each with its log-probabilities."""
-    if len(requests) != len(prompt_ids):
-        raise BadInput(f"engine returned {len(requests)} requests, expected {len(prompt_ids)}")
-    vocabulary = llm.model_config.get_vocab_size()
-    responses, logp, logp_all = [], [], []
-    for i, request in enumerate(requests):
-        if len(request.outputs) != n:
-            raise BadInput(f"engine returned {len(request.outputs)} responses to prompt {i}, expected {n}")
-        for output in request.outputs:
-            ids = list(output.token_ids)
-            drawn, everything = _logp(ids, output.logprobs, vocabulary, whole, f"response {len(responses)}")
-            responses.append(ids)
-            logp.append(drawn)
-            logp_all.append(everything)
-    eos = eos_ids(llm)
-    return Rollout(
-        prompt_ids=[list(p) for p in prompt_ids for _ in range(n)],
-        response_ids=responses,
-        logp=logp,
-        logp_all=logp_all if whole else None,
-        version=version,
-        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
-        finished=np.array([ids[-1] in eos for ids in responses]),
-    )
-
-
-def _logp(ids: list[int], flat: Any, vocabulary: int, whole: bool, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Log-probabilities of the drawn tokens (T,), and of all tokens (T, V) where asked for.
-
-    The engine lists, for each step, the drawn token first and then the others by rank.
-    """
-    if not ids:
-        raise BadInput(f"engine returned an empty {name}")
-    if flat is None or len(flat) != len(ids) or any(value is None for value in flat.logprobs):
-        raise BadInput(f"engine reported no log-probability for a token of {name}")
-    values = np.array(flat.logprobs, dtype=np.float32)
-    tokens = np.array(flat.token_ids)
-    drawn = np.array(flat.start_indices)
-    if tokens[drawn].tolist() != ids:
-        raise BadInput(f"engine reported log-probabilities of other tokens than it drew in {name}")
-    if not whole:
-        return values[drawn], None
-    if len(values) != len(ids) * (vocabulary + 1):
-        raise BadInput(f"engine reported {len(values)} log-probabilities in {name}, not the whole vocabulary")
-    everything = np.full((len(ids), vocabulary), np.nan, dtype=np.float32)
-    ranked = tokens.reshape(len(ids), -1)
-    np.put_along_axis(everything, ranked, values.reshape(ranked.shape), axis=1)
-    if np.isnan(everything).any():
-        raise BadInput(f"engine reported no log-probability for part of the vocabulary in {name}")
-    return values[drawn], everything
+    if isinstance(llm, ExactEngine):
+        return exact.eos_ids(llm.model.config)
+    return exact.eos_ids(llm.model_config.hf_config)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 vLLM packs weights for its kernels, so a parameter can be new while the kernel still multiplies by the old one, in
 silence: pushed without `lm_head.weight`, a tied model keeps its old output layer. `verify` therefore reads the
 weights back through the kernels: a one-hot input returns one column of the matrix that is really in use, exactly in
-any dtype, since everything else it adds is zero. It then compares a short generation with the trainer.
+any dtype, since everything else it adds is zero. It then compares a short generation with the trainer, which also shows
+whether the engine still answers from a cache of older weights. The exact engine must agree bitwise.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from realmodel import sampler
 from realmodel.align import pad, predicted_by
+from realmodel.exact import ExactEngine
 from realmodel.model import log_probs
-from realmodel.sampler import generate
 from sandbox.errors import BadInput
 
 # Largest RMS of log mu - log q over the probe, nats, by the coarser dtype of the two engines. For float32 the largest
@@ -51,6 +53,9 @@ def push(llm: Any, model: nn.Module) -> None:
     Raises:
         SyncError: where the prefix cache could not be emptied (a request is still running).
     """
+    if isinstance(llm, ExactEngine):
+        llm.model.load_state_dict(model.state_dict())
+        return
     # state_dict, not named_parameters: only the former has a tied lm_head.weight.
     weights = [(name, value.detach()) for name, value in model.state_dict().items()]
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -59,7 +64,7 @@ def push(llm: Any, model: nn.Module) -> None:
 
 
 def verify(
-    llm: Any, model: nn.Module, probe: list[list[int]], max_new_tokens: int = 8, seed: int = 0, columns: int = 64
+    llm: Any, model: nn.Module, probe: list[list[int]], max_new_tokens: int = 3, seed: int = 0, columns: int = 64
 ) -> Verification:
     """Proof that the engine holds the trainer's weights; call it after each `push`.
 
@@ -75,18 +80,27 @@ def verify(
     Raises:
         SyncError: naming the layer that is stale, the cached tokens, or the size of the disagreement.
     """
-    cached = _cached_tokens(llm, probe[0])
-    if cached:
-        raise SyncError(f"prefix cache is stale: {cached} tokens of the first probe prompt are answered from it")
-    weights = read_back(llm, model, columns, seed)
-    rollout = generate(llm, probe, 1, max_new_tokens, seed)
-    ids, attention = pad(rollout, pad_id=0)
+    if isinstance(llm, ExactEngine):
+        weights = _same_weights(llm, model)
+        rollout = sampler.generate(llm, probe, 1, max_new_tokens, seed)
+    else:
+        weights = read_back(llm, model, columns, seed)
+        rollout, cached = sampler.fresh(llm, probe, max_new_tokens, seed)
+        if cached:
+            raise SyncError(f"prefix cache is stale: {cached} tokens of the first probe prompt are answered from it")
+    ids, _ = pad(rollout, pad_id=0)
     rows, tokens, mask = predicted_by(rollout)
     with torch.no_grad():
-        logp = log_probs(model, ids, attention).cpu()
+        logp = log_probs(model, ids, None)
+        offset = sampler.offset(llm)
+        logp = (logp if offset is None else (logp + offset.to(logp.device)).log_softmax(-1)).cpu()
     logp = logp[torch.arange(len(ids))[:, None], rows, tokens][mask].numpy()
     difference = logp - np.concatenate(rollout.logp)
     rms, worst = float(np.sqrt(np.mean(difference**2))), float(np.abs(difference).max())
+    if isinstance(llm, ExactEngine):
+        if worst != 0:
+            raise SyncError(f"exact engine and trainer disagree after a sync, by up to {worst:.2g} nats")
+        return Verification(weights, int(mask.sum()), worst, rms)
     names = {str(dtype).removeprefix("torch.") for dtype in (llm.model_config.dtype, next(model.parameters()).dtype)}
     limit = max(PROBE_RMS[name] for name in names)
     if not rms <= limit or (names == {"float32"} and not worst <= PROBE_MAX_FLOAT32):
@@ -94,6 +108,15 @@ def verify(
             f"sampler and trainer disagree after a sync: RMS {rms:.2g} nats a token (limit {limit:g}), max {worst:.2g}"
         )
     return Verification(weights=weights, tokens=int(mask.sum()), max_difference=worst, rms=rms)
+
+
+def _same_weights(engine: ExactEngine, model: nn.Module) -> int:
+    count, state = 0, model.state_dict()
+    for name, have in engine.model.state_dict().items():
+        if not torch.equal(have, state[name]):
+            raise SyncError(f"{name} is stale in the engine")
+        count += have.numel()
+    return count
 
 
 def read_back(llm: Any, model: nn.Module, columns: int = 64, seed: int = 0) -> int:
@@ -168,13 +191,3 @@ def _parts(engine: Any, name: str) -> list[str]:
     """Names under which the trainer keeps a layer that vLLM may have merged: qkv_proj is q_proj, k_proj and v_proj."""
     parent, _, leaf = name.rpartition(".")
     return [f"{parent}.{part}" for part in engine.packed_modules_mapping.get(leaf, [leaf])]
-
-
-def _cached_tokens(llm: Any, prompt: list[int]) -> int:
-    """How many tokens of a prompt the engine would take from its prefix cache."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-    (request,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
-    return request.num_cached_tokens or 0

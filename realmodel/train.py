@@ -2,15 +2,17 @@
 
 It is GRPO with one update a batch and no clipping of its own: advantages are normalised within the responses of a
 prompt, the surrogate is `losses.reinforce`, and whatever is to be done about off-policy samples is the correction's.
-Versions count optimiser updates since the start of the run. Before every update the trainer is evaluated at its own
-weights (pi), at the sampler's weights from a snapshot (mu), and, on a fixed probe of responses drawn at the last sync,
-the sequence ESS of the lag is measured: a training batch is too small to date a collapse.
+Versions count steps since the start of the run. Before every update the trainer is evaluated at its own weights (pi),
+at the weights that drew each token from their snapshots (mu), and, on a fixed probe of responses drawn at the last
+sync, the sequence ESS of the lag is measured: a training batch is too small to date a collapse.
+
+Lag has three sources: the rule of `resync`; `delay`, batches that wait in a queue; and `segment`, responses drawn a
+piece a step while they wait, so that one response mixes versions. A run that was killed goes on from its last whole
+step with the same random streams (checkpoint.py).
 """
 
 import time
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,159 +22,80 @@ import torch
 from torch import Tensor, nn
 
 from realmodel import model as policy
-from realmodel import sampler, sync, tasks
+from realmodel import record, sampler, tasks, underway
 from realmodel.align import Rollout, pad, to_batch
-from realmodel.sampler import EngineConfig
+from realmodel.settings import Learner, RunConfig, learner
+from realmodel.underway import Synced
 from sandbox import config as configs
-from sandbox import diagnostics, losses, results
+from sandbox import losses, results
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
-from sandbox.mismatch import RESYNCS, Resync
 
-VERIFIED = 8  # responses compared after every sync
-LEAST = {"seed": 0, "steps": 1, "prompts": 1, "group": 2, "held_out": 2, "probe": 0, "warmup": 0}
+__all__ = ["Learner", "RunConfig", "evaluate", "learner", "normalised", "probe_lag", "train"]
 
-
-@dataclass(frozen=True)
-class RunConfig:
-    """One real-model run.
-
-    Args:
-        model: folder or hub name; "small" is the small Qwen3 that `model.build` makes.
-        task, seed, steps: what is learnt, from which random streams, for how many optimiser updates.
-        prompts, group: prompts a batch, responses a prompt.
-        learning_rate, warmup, betas, max_grad_norm: AdamW with a linear warm-up over `warmup` updates.
-        correction, resync: presets by name, or tables that change a preset (sandbox.config).
-        denominator: of the loss (losses.DENOMINATORS).
-        probe: responses drawn afresh at every sync, on which the lag's ESS is measured before each update; 0 is off.
-        held_out: problems on which the exact pass rate is computed before each update.
-        engine: how vLLM runs.
-    """
-
-    model: str = "small"
-    task: str = "sort8"
-    seed: int = 0
-    steps: int = 50
-    prompts: int = 32
-    group: int = 8
-    learning_rate: float = 1e-4
-    warmup: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    correction: Correction = CORRECTIONS["none"]
-    resync: Resync = RESYNCS["never"]
-    denominator: str = "fixed"
-    probe: int = 1024
-    held_out: int = 512
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise BadInput(f"{name} is {getattr(self, name)}, expected at least {least}")
-        if not 0 < self.learning_rate <= 1:
-            raise BadInput(f"learning_rate is {self.learning_rate}, expected a number above 0 and at most 1")
-        if not self.max_grad_norm > 0:
-            raise BadInput(f"max_grad_norm is {self.max_grad_norm}, expected a positive number; inf is off")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise BadInput(f"betas is {list(self.betas)}, expected two numbers from 0 to below 1")
-        if self.denominator not in losses.DENOMINATORS:
-            raise BadInput(f"denominator is {self.denominator!r}, expected one of {', '.join(losses.DENOMINATORS)}")
-
-
-@dataclass(frozen=True)
-class Learner:
-    """What an optimiser update changes; `state` and `restore` copy it, so that runs can start from one point."""
-
-    model: nn.Module
-    tokenizer: Any
-    optimizer: torch.optim.Optimizer
-
-    def state(self) -> dict[str, Any]:
-        return {"model": policy.snapshot(self.model), "optimizer": deepcopy(self.optimizer.state_dict())}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
-
-
-@dataclass(frozen=True)
-class Synced:
-    """The sampler since its last sync: its weights, their version, and the probe it drew."""
-
-    weights: dict[str, Tensor]
-    version: int
-    max_difference: float
-    probe: Rollout | None
-    probe_mu: Tensor | None
-
-
-def learner(folder: str | Path, config: RunConfig) -> Learner:
-    """The trainer's float32 model and its AdamW, fresh."""
-    model, tokenizer = policy.load(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0)
-    return Learner(model, tokenizer, optimizer)
+COUNTED = {"syncs": "synced", "updates_skipped": "skipped"}  # in run.json
 
 
 def train(
-    config: RunConfig, llm: Any, learner: Learner, folder: Path, progress: Callable[[dict], None] = lambda row: None
+    config: RunConfig,
+    llm: Any,
+    learner: Learner,
+    folder: Path,
+    progress: Callable[[dict], None] = lambda row: None,
+    resume: bool = False,
 ) -> pl.DataFrame:
     """Run `config.steps` updates and record them in `folder` (made here, never reused).
 
     Args:
-        llm: a vLLM engine of the same model (`sampler.start`); it is synced first.
+        llm: an engine of the same model (`sampler.start`); it is synced first.
         learner: updated in place.
         progress: called with every row of the steps table.
+        resume: go on from the last whole step of a run in `folder`, where there is one.
     Returns:
         steps: one row an update, measured before it but for `gradient_norm`, `synced` and the seconds, and one after
         the last.
+    Raises:
+        BadInput: an engine that cannot serve the run, a reward that raises, a loss that is not finite; the steps before
+            are in the folder, and the run can be resumed.
     """
-    task = tasks.get(config.task)
-    with results.recorded(folder, configs.resolved(config)) as outcome:
-        held_out = task.sample(np.random.default_rng([0, 1]), config.held_out, held_out=True)
-        prompt_rng = np.random.default_rng([config.seed, 0])
-        at_sync = _sync(config, llm, learner, version=0)
-        rows: list[dict] = []
-        for step in range(config.steps):
+    held_out = tasks.get(config.task).sample(np.random.default_rng([0, 1]), config.held_out, held_out=True)
+    _check(config, llm, learner)
+    with results.recorded(folder, configs.resolved(config), resume) as outcome:
+        run = underway.begin(config, llm, learner, folder)
+        for step in range(run.step, config.steps):
             clock = time.perf_counter()
-            problems = task.sample(prompt_rng, config.prompts, held_out=False)
-            rollout = _draw(config, llm, learner, problems, config.group, seed=(1, step), at_sync=at_sync)
-            generated = time.perf_counter()
-            rewards = np.array(
-                [
-                    _reward(learner, problems[i], ids)
-                    for i, ids in zip(rollout.prompt_index, rollout.response_ids, strict=True)
-                ]
-            )
-            batch = evaluate(
-                learner,
-                rollout,
-                step,
-                at_sync.weights,
-                normalised(rewards, rollout.prompt_index),
-                config.correction.centres,
-            )
+            problems, rollout = underway.next_batch(config, llm, learner, run)
+            sampled = time.perf_counter()
+            rewards = _rewards(learner, problems, rollout, step)
+            advantage = normalised(rewards, rollout.prompt_index)
+            batch = evaluate(learner, rollout, step, run.snapshots, advantage, config.correction.centres)
             corrected = config.correction(batch)
             loss = losses.reinforce(batch, corrected, config.denominator)
-            row = {"step": step, "loss": float(loss.detach())} | _measure(batch, rollout, rewards)
-            row |= _state(learner, at_sync, held_out, step)
-            _record(folder, step, batch, rollout, rewards)
+            row = {"step": step, "loss": float(loss.detach())}
+            row |= record.measured(batch, rollout, rewards, corrected.keep)
+            row |= _state(learner, run.at_sync, held_out, step)
+            record.write_rollouts(folder, step, batch, rollout, rewards)
             updating = time.perf_counter()
-            row["gradient_norm"] = _update(config, learner, loss, step)
-            row["synced"] = config.resync(step + 1 - at_sync.version, row["batch_ess"], row["batch_ess_se"])
-            row |= {"seconds_sampling": generated - clock, "seconds_update": time.perf_counter() - updating}
+            # where every token is rejected there is no gradient, and AdamW's momentum must not move the weights alone
+            row["skipped"] = not bool((batch.mask & corrected.keep).any())
+            row["gradient_norm"] = 0.0 if row["skipped"] else _update(config, learner, loss, step)
+            row["synced"] = config.resync(
+                step + 1 - run.at_sync.version, row["batch_ess"], row["batch_ess_se"], row["kl_sampler_train_k3"]
+            )
+            row |= {"seconds_sampling": sampled - clock, "seconds_update": time.perf_counter() - updating}
             if row["synced"]:
-                at_sync = _sync(config, llm, learner, version=step + 1)
+                underway.sync_now(config, llm, learner, run, version=step + 1)
             row |= {"seconds": time.perf_counter() - clock}
-            rows.append(row)
-            results.write_table(folder / "steps.parquet", pl.DataFrame(rows))
+            run.rows.append(row)
+            results.write_table(folder / "steps.parquet", pl.DataFrame(run.rows, infer_schema_length=None))
+            if (step + 1) % config.checkpoint_every == 0:
+                underway.save(folder, learner, run, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it
-        last = {"step": config.steps, "synced": False} | _state(learner, at_sync, held_out, config.steps)
-        steps = pl.DataFrame([*rows, last], infer_schema_length=None)
+        last = {"step": config.steps, "synced": False} | _state(learner, run.at_sync, held_out, config.steps)
+        steps = pl.DataFrame([*run.rows, last], infer_schema_length=None)
         results.write_table(folder / "steps.parquet", steps)
-        outcome["syncs"] = sum(row["synced"] for row in rows)
+        outcome |= {name: sum(row[key] for row in run.rows) for name, key in COUNTED.items()}
     return steps
 
 
@@ -189,64 +112,64 @@ def evaluate(
     learner: Learner,
     rollout: Rollout,
     version: int,
-    sync_weights: dict[str, Tensor],
+    snapshots: dict[int, dict[str, Tensor]],
     advantage: np.ndarray,
     centre: bool = False,
 ) -> Batch:
-    """The Batch of a rollout: pi at the live weights, with gradient, and mu at the sampler's from their snapshot."""
-    ids, attention = pad(rollout, learner.tokenizer.pad_token_id)
-    pi = policy.log_probs(learner.model, ids, attention)
-    mu = policy.log_probs(learner.model, ids, attention, weights=sync_weights)
+    """The Batch of a rollout: pi at the live weights, with gradient, and mu at those that drew each token.
+
+    Padding is on the right, where no row sees it: without an attention mask every batch takes the same kernels.
+
+    Args:
+        version: of the live weights.
+        snapshots: weights by version, of every one that drew a token but for `version` itself.
+    """
+    ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
+    pi = policy.log_probs(learner.model, ids, None)
+    drew = rollout.versions()
+    rows = torch.full(ids.shape, int(drew[0][0]))
+    for b, row in enumerate(drew):
+        rows[b, len(rollout.prompt_ids[b]) - 1 :][: len(row)] = torch.from_numpy(row)
+    mu = None
+    for other in sorted({int(v) for row in drew for v in np.unique(row)} | {int(drew[0][0])}):
+        same = other == version
+        at = pi.detach() if same else policy.log_probs(learner.model, ids, None, weights=snapshots[other])
+        mu = at if mu is None else torch.where((rows == other).to(at.device)[..., None], at, mu)
     return to_batch(rollout, ids, advantage, pi, version, sync_all=mu, centre=centre)
 
 
 @torch.no_grad()
 def probe_lag(learner: Learner, at_sync: Synced, version: int) -> dict[str, float]:
-    """On the probe: sequence ESS of the raw lag ratio r, its standard error, Var[log r], and k3 of KL(q || pi)."""
+    """`record.lag_on_probe` of the live weights; nothing where there is no probe."""
     if at_sync.probe is None:
         return {}
     rollout = at_sync.probe
-    ids, attention = pad(rollout, learner.tokenizer.pad_token_id)
-    pi = policy.log_probs(learner.model, ids, attention)
+    ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
+    pi = policy.log_probs(learner.model, ids, None)
     batch = to_batch(rollout, ids, np.zeros(len(ids)), pi, version, sync_all=at_sync.probe_mu)
-    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().cpu().numpy()
-    return {
-        "probe_ess": float(diagnostics.ess(log_weight)),
-        "probe_ess_se": diagnostics.ess_standard_error(log_weight, rollout.prompt_index),
-        "probe_var_log_ratio": float(log_weight.var()),
-        "probe_token_kl": diagnostics.kl_sampler_train(batch)["k3"],
-    }
+    return record.lag_on_probe(batch, rollout.prompt_index)
 
 
-def _sync(config: RunConfig, llm: Any, learner: Learner, version: int) -> Synced:
-    problems = tasks.get(config.task).sample(np.random.default_rng([0, 2]), max(config.probe, VERIFIED), held_out=False)
-    sync.push(llm, learner.model)
-    prompts = [learner.tokenizer.encode(p.prompt) for p in problems[:VERIFIED]]
-    verification = sync.verify(llm, learner.model, prompts)
-    weights = policy.snapshot(learner.model)
-    synced = Synced(weights, version, verification.max_difference, None, None)
-    if config.probe == 0:
-        return synced
-    probe = _draw(config, llm, learner, problems[: config.probe], 1, seed=(2, version), at_sync=synced)
-    ids, attention = pad(probe, learner.tokenizer.pad_token_id)
-    mu = policy.log_probs(learner.model, ids, attention, weights=weights)
-    return replace(synced, probe=probe, probe_mu=mu)
+def _check(config: RunConfig, llm: Any, learner: Learner) -> None:
+    sampler.can_report(llm, config.correction.centres)
+    model: Any = learner.model
+    rows = model.get_input_embeddings().num_embeddings
+    if sampler.vocabulary(llm) != rows:
+        raise BadInput(f"engine draws from {sampler.vocabulary(llm)} tokens, the trainer's model has {rows}")
 
 
-def _draw(
-    config: RunConfig, llm: Any, learner: Learner, problems, n: int, seed: tuple[int, int], at_sync: Synced
-) -> Rollout:
-    encode = learner.tokenizer.encode
-    longest = 1 + max(len(encode(p.answer)) for p in problems)
-    return sampler.generate(
-        llm,
-        [encode(p.prompt) for p in problems],
-        n,
-        max_new_tokens=longest,
-        seed=int(np.random.SeedSequence([config.seed, *seed]).generate_state(1)[0]),
-        whole_vocabulary=config.correction.centres and n > 1,
-        version=at_sync.version,
-    )
+def _rewards(learner: Learner, problems: list[tasks.Problem], rollout: Rollout, step: int) -> np.ndarray:
+    """One reward a response. (B,)  Raises BadInput where the task's reward does, or gives no finite number."""
+    rewards = []
+    for i, ids in zip(rollout.prompt_index, rollout.response_ids, strict=True):
+        try:
+            rewards.append(float(_reward(learner, problems[i], ids)))
+        except Exception as error:  # whatever a reward function raises
+            message = f"{type(error).__name__}: {policy.one_line(error)}"
+            raise BadInput(f"reward of response {len(rewards)} at step {step} raised {message}") from error
+        if not np.isfinite(rewards[-1]):
+            raise BadInput(f"reward of response {len(rewards) - 1} at step {step} is {rewards[-1]}")
+    return np.array(rewards)
 
 
 def _reward(learner: Learner, problem: tasks.Problem, response_ids: list[int]) -> float:
@@ -264,21 +187,6 @@ def _state(learner: Learner, at_sync: Synced, held_out: list[tasks.Problem], ver
     }
 
 
-def _measure(batch: Batch, rollout: Rollout, rewards: np.ndarray) -> dict:
-    log_weight = diagnostics.sequence_log_weight(batch, "lag").double().cpu().numpy()
-    split = diagnostics.decompose(batch)
-    return {
-        "reward": float(rewards.mean()),
-        "batch_ess": float(diagnostics.ess(log_weight)),
-        "batch_ess_se": diagnostics.ess_standard_error(log_weight, rollout.prompt_index),
-        "discrepancy": split.discrepancy,
-        "lag": split.lag,
-        "total": split.total,
-        "cross_term": split.cross_term,
-        **{f"kl_sampler_train_{name}": value for name, value in diagnostics.kl_sampler_train(batch).items()},
-    }
-
-
 def _update(config: RunConfig, learner: Learner, loss: Tensor, step: int) -> float:
     if not torch.isfinite(loss):
         raise BadInput(f"loss is {float(loss.detach())} at step {step}; the steps before it are in the run folder")
@@ -287,33 +195,7 @@ def _update(config: RunConfig, learner: Learner, loss: Tensor, step: int) -> flo
     learner.optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(learner.model.parameters(), config.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise BadInput(f"gradient norm is {float(norm)} at step {step}; the steps before it are in the run folder")
     learner.optimizer.step()
     return float(norm)
-
-
-def _record(folder: Path, step: int, batch: Batch, rollout: Rollout, rewards: np.ndarray) -> None:
-    """The canonical rollout table: one response a row."""
-    lengths = [len(ids) for ids in rollout.response_ids]
-
-    def ragged(values: Tensor) -> list[list]:
-        return [row[:n] for row, n in zip(values.detach().tolist(), lengths, strict=True)]
-
-    table = pl.DataFrame(
-        {
-            "step": step,
-            "prompt_id": rollout.prompt_index,
-            "sample_id": np.arange(len(lengths)),
-            "mask": ragged(batch.mask),
-            "logp_rollout": ragged(batch.logp_rollout),
-            "logp_sync": ragged(batch.need("logp_sync")),
-            "logp_train": ragged(batch.logp_train),
-            "version_rollout": rollout.version,
-            "version_train": batch.version_train,
-            "reward": rewards,
-            "advantage": batch.advantage[:, 0].tolist(),
-            "prompt_token_ids": rollout.prompt_ids,
-            "token_ids": rollout.response_ids,
-            "temperature": 1.0,
-        }
-    )
-    results.write_table(folder / "rollouts" / f"step-{step:06d}.parquet", table)

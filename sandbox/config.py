@@ -98,6 +98,8 @@ def _structure_scalar(value: Any, kind: type) -> Any:
     # cattrs would call kind(value): 1.5 for an int would silently be 1
     if type(value) is kind or (kind is float and type(value) is int):
         return kind(value)
+    if kind is float and value in ("inf", "-inf"):  # as run.json has them
+        return float(value)
     raise BadInput(f"{value!r} is not of type {kind.__name__}")
 
 

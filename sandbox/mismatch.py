@@ -46,13 +46,17 @@ class GivenOffset:
 class Resync(Protocol):
     """Sync after this update?"""
 
-    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+    def __call__(
+        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
+    ) -> bool:
         """Whether the sampler loads the trainer's weights after the update that this batch gave.
 
         Args:
             steps_since_sync: optimiser updates since the last sync, this one included.
             ess: raw sequence lag ESS of the batch that the update used (global batch, fraction of n), in [1/n, 1].
             ess_standard_error: its standard error.
+            token_kl: KL(q || pi) a token on the sampler's prefixes, estimated on that batch, nats; None where the loop
+                does not measure it.
         """
         ...
 
@@ -61,7 +65,9 @@ class Resync(Protocol):
 class Never:
     """The sampler keeps its first weights."""
 
-    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+    def __call__(
+        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
+    ) -> bool:
         return False
 
 
@@ -75,7 +81,9 @@ class EveryK:
         if self.k < 1:
             raise BadInput(f"k is {self.k}, expected at least 1")
 
-    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+    def __call__(
+        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
+    ) -> bool:
         return steps_since_sync >= self.k
 
 
@@ -96,8 +104,31 @@ class EssBelow:
         if not -np.inf < self.z < np.inf:
             raise BadInput(f"z is {self.z}, expected a finite number")
 
-    def __call__(self, steps_since_sync: int, ess: float, ess_standard_error: float) -> bool:
+    def __call__(
+        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
+    ) -> bool:
         return not ess - self.z * ess_standard_error >= self.threshold
+
+
+@dataclass(frozen=True)
+class KlAbove:
+    """Sync once the KL(q || pi) a token on the sampler's prefixes, which most trainers watch, exceeds `threshold` nats.
+
+    It sees the average token, not the product over a response, on which the ESS depends. An undefined KL (nan) syncs.
+    """
+
+    threshold: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < np.inf:
+            raise BadInput(f"threshold is {self.threshold}, expected a finite number above 0")
+
+    def __call__(
+        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
+    ) -> bool:
+        if token_kl is None:
+            raise BadInput("resync 'kl_above' needs the KL a token of a batch, which is not measured here")
+        return not token_kl <= self.threshold
 
 
 RESYNCS: dict[str, Resync] = {
@@ -105,4 +136,5 @@ RESYNCS: dict[str, Resync] = {
     "every": EveryK(1),
     "ess_below": EssBelow(),
     "ess_lower": EssBelow(z=1.645),
+    "kl_above": KlAbove(),
 }

@@ -28,13 +28,17 @@ PACKAGES = ("mismatch-sandbox", "numpy", "scipy", "polars", "torch", "transforme
 
 
 @contextmanager
-def recorded(folder: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def recorded(folder: Path, config: dict[str, Any], resume: bool = False) -> Iterator[dict[str, Any]]:
     """A run in a folder of its own: made at the start, run.json completed at the end, however it ends.
 
     Yields a dict; what is put into it goes into run.json beside the status: finished, interrupted, or failed with its
     error. A run that is killed outright stays "running".
+
+    Args:
+        resume: carry on in a folder that `create_run` made for the same config, where there is one.
     """
-    create_run(folder, config)
+    if not (resume and resume_run(folder, config)):
+        create_run(folder, config)
     outcome: dict[str, Any] = {}
     try:
         yield outcome
@@ -64,6 +68,37 @@ def create_run(folder: Path, config: dict[str, Any]) -> Path:
     run = {"schema_version": SCHEMA_VERSION, "status": "running", "config": config, "started": _now()} | provenance()
     write_bytes(folder / "run.json", f"{to_json(run)}\n".encode(), exclusive=True)
     return folder
+
+
+def resume_run(folder: Path, config: dict[str, Any]) -> bool:
+    """Mark a folder's run as running again and delete the half-written files of a kill; False if there is no run.
+
+    Raises:
+        BadInput: run.json cannot be read, or has another config; naming the fields that differ.
+    """
+    for leftover in folder.rglob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+    if not (folder / "run.json").exists():
+        return False
+    run = read_run(folder)
+    asked, had = plain(config), run["config"]
+    different = [key for key in asked | had if asked.get(key) != had.get(key)]
+    if different:
+        raise BadInput(f"run folder {folder} was made with another config, it differs in: {', '.join(different)}")
+    kept = {key: value for key, value in run.items() if key not in ("ended", "error")}
+    write_json(folder / "run.json", kept | {"status": "running", "resumed": [*run.get("resumed", []), _now()]})
+    return True
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run.json of a run folder. Raises BadInput where there is none, or another program's."""
+    try:
+        run = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"run folder {folder} has no readable run.json") from error
+    if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+        raise BadInput(f"run folder {folder} has no readable run.json")
+    return run
 
 
 def finish_run(folder: Path, status: str = "finished", **results: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from sandbox.errors import BadInput
-from sandbox.mismatch import RESYNCS, ConstantOffset, EssBelow, EveryK, Never
+from sandbox.mismatch import RESYNCS, ConstantOffset, EssBelow, EveryK, KlAbove, Never
 from sandbox.policy import log_policy, policies
 
 
@@ -79,3 +79,13 @@ def test_presets():
 def test_impossible_rules_are_refused(make):
     with pytest.raises(BadInput):
         make()
+
+
+def test_kl_above_watches_the_token_kl_and_nothing_else():
+    rule = KlAbove(0.01)
+    assert [rule(1, 0.1, 0.0, kl) for kl in (0.0, 0.01, 0.0101, math.inf, math.nan)] == [False, False, True, True, True]
+    with pytest.raises(BadInput, match="needs the KL a token"):
+        rule(1, 0.1, 0.0)
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(BadInput, match="threshold is"):
+            KlAbove(bad)

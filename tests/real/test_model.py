@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -246,3 +249,13 @@ def test_default_recipe_is_half_competent(cache):
     record = json.loads((policy.build(policy.Recipe()) / "recipe.json").read_text())
     assert 0.35 < record["pass_probability"] < 0.6
     assert record["greedy_accuracy"] > 0.97
+
+
+def test_half_built_folders_of_killed_processes_are_deleted(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = {"abandoned": f"sort8-abc.{gone.pid}.x1", "live": f"sort8-abc.{os.getpid()}.x2", "whole": "sort8-abc"}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+    policy._remove_abandoned(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {names["live"], names["whole"]}
