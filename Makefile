@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed-$(KIND)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
 
-.PHONY: demo test test-slow lint bench lab clean
+.PHONY: demo test test-slow test-adapters lint bench lab clean
 
 demo: $(INSTALLED)
 	$(BIN)/mismatch demo
@@ -17,6 +17,10 @@ test: lint
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# The tests inside TRL and verl: another environment, for verl wants an older transformers. Always on a CPU.
+test-adapters: .venv-adapters/.installed
+	.venv-adapters/bin/python -m pytest tests/adapters
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -52,5 +56,15 @@ lab: .venv/.installed-lab
 	$(PIP) install -qq --editable '.[gpu]' --group dev
 	touch $@
 
+.venv-adapters/.installed: export PIP_CONSTRAINT := tests/adapters/constraints.txt
+.venv-adapters/.installed: PIP := .venv-adapters/bin/python -m pip --disable-pip-version-check
+.venv-adapters/.installed: pyproject.toml tests/adapters/constraints.txt
+	test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
+	@echo "Installing TRL and verl into .venv-adapters: about 2.5 GB and two minutes, once."
+	$(PIP) install -qq pip==25.3
+	$(PIP) install -qq torch==2.13.0
+	$(PIP) install -qq --editable . --group adapters
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-adapters

@@ -82,11 +82,11 @@ def gathered_ess(sums: Array) -> tuple[float, float]:
     Args:
         sums: `ess_sums` of each rank. (R, 5)
     Returns:
-        nan, nan where undefined: no response, or every weight 0.
+        nan, nan where undefined: no response, every weight 0, an infinite one.
     """
     one, two, three, four = (float(x) for x in logsumexp(sums[:, :4], axis=0))
     n = float(namespace(sums).sum(sums[:, 4]))
-    if n == 0 or not math.isfinite(one):
+    if n == 0 or not (math.isfinite(one) and math.isfinite(two)):
         return math.nan, math.nan
     fraction = math.exp(2 * one - two) / n
     mean_square = 4 / fraction + n * math.exp(four - 2 * two) - 4 * n * math.exp(three - one - two) - 1  # of u_i

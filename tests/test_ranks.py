@@ -19,6 +19,7 @@ CASES = {
     "uneven": ([0.3, -1.2, 0.8], [2.5], [-0.1] * 7, [-3.0, 1.1]),
     "a rank without responses": ([0.3, -1.2], [], [1.7], [-0.4, 0.9, 0.2]),
     "a rank of weight 0": ([0.3, -1.2], [-INF, -INF], [1.7], [-INF, 0.9]),
+    "an infinite weight": ([INF, 0.0], [0.1], [], []),
     "far from 1": ([400.0, 398.5], [401.0], [-900.0], [399.0]),
     "all weights 0": ([-INF], [-INF, -INF], [], [-INF]),
     "no response at all": ([], [], [], []),
