@@ -13,7 +13,6 @@ from realmodel.adapters.rules import applied, named, refuse
 from sandbox import losses
 from sandbox.batch import Batch
 from sandbox.corrections import Correction
-from sandbox.diagnostics import kl_sampler_train
 
 
 class Outputs(NamedTuple):
@@ -45,8 +44,6 @@ def loss(inputs: Any, correction: str = "tis", squared_mismatch: float = 0.0) ->
         per_token = per_token + squared_mismatch * batch.total**2
     if inputs.loss_weights is not None:
         per_token = per_token * inputs.loss_weights[None]
-    tokens = mask.sum().clamp(min=1)
-    metrics = {f"mismatch/{name}": pi.new_tensor(value) for name, value in kl_sampler_train(batch).items()}
-    metrics["mismatch/rejected"] = (mask & ~corrected.keep).sum() / tokens
-    metrics["mismatch/weight"] = applied(batch, corrected).sum() / tokens
-    return Outputs(per_token.sum(), metrics)
+    # no metric on the whole sequence but this: the hook is called once a sequence, and prime-rl logs the KL itself
+    weight = applied(batch, corrected).sum() / mask.sum().clamp(min=1)
+    return Outputs(per_token.sum(), {"mismatch/weight": weight})

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from realmodel.adapters.rules import applied, named, refuse
 from sandbox.batch import Batch
@@ -46,17 +45,23 @@ def tis(
     rule = named(name, Correction)
     # sees_batch: slime's own rules too divide by the mean of what one call holds, the micro-batch
     refuse(rule, name, "slime's TIS hook", sees_batch=True, sees_advantage=False)
-    if any(len(logp) != len(mask) for logp, mask in zip(train_log_probs, loss_masks, strict=True)):
+    lengths = [len(m) for m in loss_masks]
+    if [len(logp) for logp in train_log_probs] != lengths:
         raise BadInput("train_log_probs are shards of responses: context parallelism is not supported by this hook")
-    old, q, mask = (
-        pad_sequence(list(parts), batch_first=True) for parts in (train_log_probs, rollout_log_probs, loss_masks)
-    )
+    real = torch.arange(max(lengths), device=pg_loss.device) < torch.tensor(lengths, device=pg_loss.device)[:, None]
+    old, q, mask = (_padded(parts, real) for parts in (train_log_probs, rollout_log_probs, loss_masks))
     counted = mask.bool()
     batch = Batch(old.detach(), q, counted, torch.zeros_like(old[:, :1]))
     corrected = rule(batch)
-    real = pad_sequence([torch.ones_like(m, dtype=torch.bool) for m in loss_masks], batch_first=True)
-    weight = applied(batch, corrected)[real]
-    keep = counted & corrected.keep
-    masks = [row[: len(m)].to(m.dtype) for row, m in zip(keep, loss_masks, strict=True)]
-    metrics = {"mismatch_weight": weight, "mismatch_rejected": (counted & ~keep)[real].float()}
+    weight, keep = applied(batch, corrected)[real], (counted & corrected.keep)[real]
+    metrics = {"mismatch_weight": weight, "mismatch_rejected": (counted[real] & ~keep).to(weight.dtype)}
+    masks = list(keep.to(mask.dtype).split(lengths))
     return torch.where(weight > 0, pg_loss, 0.0) * weight, masks, metrics
+
+
+def _padded(parts: list[Tensor], real: Tensor) -> Tensor:
+    """Responses one a row, 0 where `real` has no token. (B, T)"""
+    flat = torch.cat(parts)
+    rows = torch.zeros(real.shape, dtype=flat.dtype, device=flat.device)
+    rows[real] = flat
+    return rows

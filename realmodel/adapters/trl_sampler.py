@@ -5,6 +5,7 @@ log-probabilities differ from the trainer's by real numerics, and from weights t
 syncs, so that they are really stale. What it is not: another engine. Kernels, batching and sampling are PyTorch's.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ class CopySampler:
     @torch.no_grad()
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
         self._load(trainer)
-        tokenizer, settings = trainer.processing_class, trainer.generation_config
+        tokenizer, settings = trainer.processing_class, deepcopy(trainer.generation_config)
+        settings.return_dict_in_generate = settings.output_scores = True
         prompt_ids = tokenizer(prompts)["input_ids"]
         padded = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
-        output = self.model.generate(
-            **padded.to(self.model.device), generation_config=settings, return_dict_in_generate=True, output_scores=True
-        )
+        output = self.model.generate(**padded.to(self.model.device), generation_config=settings)
         logp = torch.stack(output.scores, dim=1).float().log_softmax(-1)  # scores: logits as they were sampled from
         drawn = output.sequences[:, padded["input_ids"].shape[1] :]
         eos = torch.isin(drawn, torch.tensor(trainer.eos_token_ids, device=drawn.device))

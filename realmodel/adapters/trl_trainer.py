@@ -94,16 +94,22 @@ class MismatchGRPOTrainer(GRPOTrainer):
                 raise BadInput(f"{self.args.correction} centres the score, and rollout_func returned no top_logprobs")
             output |= _padded_top(*self._top, output["completion_ids"], self.args.centre_top_k)
             self._top = None
+        q = output["sampling_per_token_logps"]
+        if self._fresh_until_used():
+            check(self._batch(q.nan_to_num(), None, output))  # mu is pi: nobody has to evaluate it twice
+            return output
         with torch.no_grad(), self._at_sampler_weights():
             drawn, top = self._log_probs(self.model, output)
         output["sync_per_token_logps"] = drawn
         if top is not None:
             output["sync_top_logps"] = top
-        # vLLM may have failed to score a token (nan): no discrepancy is then known, and none is assumed
-        q = output["sampling_per_token_logps"].to(drawn.dtype)
-        output["sampling_per_token_logps"] = torch.where(q.isnan(), drawn, q)
         check(self._batch(drawn, top, output))
         return output
+
+    def _fresh_until_used(self) -> bool:
+        """Whether the sampler holds the trainer's weights, and the responses make one update: pi in the loss is mu."""
+        updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
+        return self.state.global_step == self.synced_at and updates <= 1
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         batch = self._batch(*self._log_probs(model, inputs), inputs)
@@ -172,17 +178,18 @@ class MismatchGRPOTrainer(GRPOTrainer):
         return chosen[..., 0], chosen[..., 1:]
 
     def _batch(self, drawn: Tensor, top: Tensor | None, inputs: dict[str, Any]) -> Batch:
+        mu, q = inputs.get("sync_per_token_logps", drawn.detach()), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         advantage = inputs["advantages"]
         return Batch(
             drawn,
-            inputs["sampling_per_token_logps"],
+            torch.where(q.isnan(), mu, q.to(mu.dtype)),  # vLLM failed to score the token: no discrepancy is assumed
             mask.bool(),
             advantage[:, None] if advantage.ndim == 1 else advantage,
-            inputs.get("sync_per_token_logps", drawn),
+            mu,
             inputs.get("old_per_token_logps"),
             top,
-            inputs.get("sync_top_logps", top),
+            inputs.get("sync_top_logps", None if top is None else top.detach()),
             inputs.get("sampling_top_logps"),
         )
 

@@ -4,6 +4,9 @@ The sampler is a bfloat16 copy that generates with a cache: real numerics, real 
 The trainer is in float64, so that what is left between two ways to the same number is not rounding.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +21,7 @@ from trl import GRPOTrainer
 from realmodel import model as policy
 from realmodel import tasks
 from realmodel.adapters.trl_sampler import CopySampler
-from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
+from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer, _ask_vllm_for_top_k
 from realmodel.align import Rollout, pad, to_batch
 from sandbox import losses
 from sandbox.batch import Batch
@@ -281,3 +284,74 @@ def test_a_sampler_that_reports_nothing_is_refused(folder, tmp_path):
     made = trainer(folder, tmp_path, correction="dlc")
     with pytest.raises(BadInput, match="no top_logprobs"):
         made.train()
+
+
+def test_trls_vllm_is_asked_for_its_top_tokens_and_synced_by_the_rule(folder, tmp_path):
+    """An object with the methods of TRL's VLLMGeneration that we rely on, for a real one needs a GPU (vllm 0.22 to 0.31).
+
+    It answers as vLLM does: by rank, and with the drawn token last where it is none of the top k.
+    """
+    k = 3
+    made = trainer(
+        folder, tmp_path, correction="dlc", resync='{"preset": "every", "k": 2}', centre_top_k=k, max_steps=5
+    )
+    sampler, syncs, asked = CopySampler(top_k=VOCABULARY), [], []
+
+    class Engine:
+        logprobs = 0
+
+        def sync_weights(self):
+            syncs.append(made.state.global_step)
+
+        def generate(self, prompts, images, num_generations, profiler):
+            asked.append(self.logprobs)
+            said = sampler(made.processing_class.batch_decode(prompts), made)
+            logprobs, ids = [], []
+            for drawn, values, tokens in zip(
+                said["completion_ids"], said["top_logprobs"], said["top_token_ids"], strict=True
+            ):
+                rows = [(v[:k], t[:k]) for v, t in zip(values.tolist(), tokens.tolist(), strict=True)]
+                for t, token in enumerate(drawn):
+                    if token not in rows[t][1]:
+                        at = tokens[t].tolist().index(token)
+                        rows[t] = ([*rows[t][0], values[t, at].item()], [*rows[t][1], token])
+                logprobs.append([v for v, _ in rows])
+                ids.append([t for _, t in rows])
+            said_q.update({tuple(r): x for r, x in zip(said["completion_ids"], said["logprobs"], strict=True)})
+            return prompts, said["completion_ids"], logprobs, ids
+
+    said_q: dict = {}
+    made.rollout_func, made.use_vllm, made._last_loaded_step = None, True, -1
+    made.vllm_generation = Engine()
+    _ask_vllm_for_top_k(made)
+    made.train()
+    assert syncs == [0, 2, 4]  # TRL alone would have synced at 0, 1, 2, 3 and 4
+    assert asked == [k] * 5
+    for seen in made.seen:
+        assert seen.batch.logp_rollout_all.shape[-1] == k
+        q = seen.batch.logp_rollout_all
+        assert (q[..., :-1] >= q[..., 1:])[seen.batch.mask].all()
+    last = made.seen[-1]
+    for b, mask in enumerate(last.batch.mask):
+        response = last.inputs["completion_ids"][b][mask].tolist()
+        torch.testing.assert_close(last.batch.logp_rollout[b][mask], torch.tensor(said_q[tuple(response)]).double())
+
+
+def test_two_ranks_sync_together_on_the_ess_of_both(folder, tmp_path):
+    """torchrun, gloo: TRL averages gradients over ranks and knows nothing of the ESS."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.adapters.two_processes", str(folder), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}, timeout=250)
+    assert run.returncode == 0, run.stderr[-3000:]
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert one["synced_at"] == other["synced_at"]
+    assert len(set(one["synced_at"])) > 2
+    assert one["lag_ess"] == other["lag_ess"]
+    for name, value in one["weights"].items():
+        assert torch.equal(value, other["weights"][name])
+    apart = 0.0
+    for update, value in enumerate(one["lag_ess"]):  # two micro-batches an update on each rank
+        parts = [torch.cat(rank["log_weights"][2 * update : 2 * update + 2]) for rank in (one, other)]
+        assert value == pytest.approx(float(ess(torch.cat(parts))), rel=1e-12)
+        apart = max(apart, abs(value - sum(float(ess(part)) for part in parts) / 2))
+    assert apart > 1e-3  # the mean of the ranks' own would be another number
