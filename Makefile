@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed-$(KIND)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
 
-.PHONY: demo test test-slow test-adapters lint bench lab clean
+.PHONY: demo test test-slow test-adapters bench-adapters lint bench lab clean
 
 demo: $(INSTALLED)
 	$(BIN)/mismatch demo
@@ -21,6 +21,9 @@ test-slow: $(INSTALLED)
 # The tests inside TRL and verl: another environment, for verl wants an older transformers. Always on a CPU.
 test-adapters: .venv-adapters/.installed
 	.venv-adapters/bin/python -m pytest tests/adapters
+
+bench-adapters: .venv-adapters/.installed
+	.venv-adapters/bin/python -W ignore -m benchmarks.adapters
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -163,6 +163,7 @@ def hooks() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     step = trainer_step()
     pairs = hooks()
     work = {"step": step} | {f"{name}/{i}": f for name, pair in pairs.items() for i, f in enumerate(pair)}

@@ -287,7 +287,7 @@ def test_a_sampler_that_reports_nothing_is_refused(folder, tmp_path):
 
 
 def test_trls_vllm_is_asked_for_its_top_tokens_and_synced_by_the_rule(folder, tmp_path):
-    """An object with the methods of TRL's VLLMGeneration that we rely on, for a real one needs a GPU (vllm 0.22 to 0.31).
+    """An object with the methods of TRL's VLLMGeneration that we rely on: a real one (vllm 0.22 to 0.31) needs a GPU.
 
     It answers as vLLM does: by rank, and with the drawn token last where it is none of the top k.
     """
@@ -317,7 +317,8 @@ def test_trls_vllm_is_asked_for_its_top_tokens_and_synced_by_the_rule(folder, tm
                         rows[t] = ([*rows[t][0], values[t, at].item()], [*rows[t][1], token])
                 logprobs.append([v for v, _ in rows])
                 ids.append([t for _, t in rows])
-            said_q.update({tuple(r): x for r, x in zip(said["completion_ids"], said["logprobs"], strict=True)})
+            keys = ((tuple(p), tuple(r)) for p, r in zip(prompts, said["completion_ids"], strict=True))
+            said_q.update(zip(keys, said["logprobs"], strict=True))
             return prompts, said["completion_ids"], logprobs, ids
 
     said_q: dict = {}
@@ -333,8 +334,10 @@ def test_trls_vllm_is_asked_for_its_top_tokens_and_synced_by_the_rule(folder, tm
         assert (q[..., :-1] >= q[..., 1:])[seen.batch.mask].all()
     last = made.seen[-1]
     for b, mask in enumerate(last.batch.mask):
-        response = last.inputs["completion_ids"][b][mask].tolist()
-        torch.testing.assert_close(last.batch.logp_rollout[b][mask], torch.tensor(said_q[tuple(response)]).double())
+        prompt = last.inputs["prompt_ids"][b][last.inputs["prompt_mask"][b].bool()]
+        response = last.inputs["completion_ids"][b][mask]
+        said = said_q[tuple(prompt.tolist()), tuple(response.tolist())]
+        torch.testing.assert_close(last.batch.logp_rollout[b][mask], torch.tensor(said).double())
 
 
 def test_two_ranks_sync_together_on_the_ess_of_both(folder, tmp_path):
