@@ -2,6 +2,7 @@
 
 A step is 256 responses of 9 tokens: TRL's own GRPOTrainer, generation by the same bfloat16 copy included, and for
 verl, prime-rl and slime the trainer's part alone (forward, backward, AdamW), which is the smaller denominator.
+Seconds are the processor's, of one thread, so that a busy machine does not matter.
 """
 
 import time
@@ -34,7 +35,7 @@ def trl_steps(trainers: dict[str, tuple[type, type, dict]]) -> dict[str, tuple[f
     the sampler's weights.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-    for _ in range(6):
+    for _ in range(5):
         for name, (cls, config, settings) in trainers.items():
             seconds[name] += trl_run(cls, config, settings)[2:]
     return {name: (median(x for x, _ in v), median(x for _, x in v)) for name, v in seconds.items()}
@@ -53,17 +54,17 @@ def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[flo
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if cls is GRPOTrainer:
                 self.synced_at, self.sampler_weights = self.state.global_step, list(self.model.parameters())
-            start = time.perf_counter()
+            start = time.process_time()
             result = super().training_step(*args, **kwargs)
-            times.append((time.perf_counter() - start, sum(passes)))
+            times.append((time.process_time() - start, sum(passes)))
             passes.clear()
             return result
 
         def _log_probs(self, *args: Any) -> Any:  # without gradient: mu
-            start = time.perf_counter()
+            start = time.process_time()
             result = super()._log_probs(*args)
             if not torch.is_grad_enabled():
-                passes.append(time.perf_counter() - start)
+                passes.append(time.process_time() - start)
             return result
 
     def right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
@@ -170,9 +171,9 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(30):
         for name, f in work.items():
-            start = time.perf_counter()
+            start = time.process_time()
             f()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     middle = {name: median(values) for name, values in seconds.items()}
     print(f"trainer's part of a step: {middle['step'] * 1e3:.1f} ms; hooks above what stands there without them")
     for name in pairs:

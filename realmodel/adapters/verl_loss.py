@@ -38,7 +38,11 @@ def policy_loss(rule: Correction) -> Callable[..., tuple[Tensor, dict[str, Any]]
 
     Metrics, each the mean over micro-batches and ranks that verl makes of it: `mismatch/weight`, `mismatch/rejected`,
     and the sums from which `verl_sync` has the ESS of the global batch.
+
+    Raises:
+        BadInput: a rule that centres or divides by a batch mean.
     """
+    refuse(rule, str(rule), "verl's loss hook")
 
     def loss(
         old_log_prob: Tensor,

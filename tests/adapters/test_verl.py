@@ -27,7 +27,7 @@ from verl.workers.utils.losses import ppo_loss
 from realmodel.adapters import verl_loss, verl_sync
 from sandbox import losses, presets
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS
+from sandbox.corrections import CORRECTIONS, Compose, Truncate
 from sandbox.diagnostics import ess
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS
@@ -99,6 +99,19 @@ def test_registered_losses_are_ours_through_verls_agg_loss(name: str, mode: str)
     if mode == "token-mean":
         ours = losses.reinforce(batch, corrected, "fixed")
         torch.testing.assert_close(gradient(loss, d), gradient(ours, d), rtol=1e-12, atol=0)
+
+
+def test_a_rule_of_ones_own_takes_lag_and_discrepancy_apart():
+    rule = Compose((Truncate(on="lag", cap=1.1), Truncate(on="discrepancy", cap=1.3)))
+    core_algos.register_policy_loss("mismatch.mine")(verl_loss.policy_loss(rule))
+    d = data()
+    loss, _ = call("mismatch.mine", d, actor("token-sum"))
+    mu = d["old"]
+    weight = (d["log_prob"].detach() - mu).exp().clamp(max=1.1) * (mu - d["q"]).exp().clamp(max=1.3)
+    weight = torch.where(d["mask"].bool(), weight, 0.0)
+    torch.testing.assert_close(gradient(loss, d), -weight * d["advantage"], rtol=1e-9, atol=1e-12)
+    with pytest.raises(BadInput, match="centres the score"):
+        verl_loss.policy_loss(CORRECTIONS["dlc"])
 
 
 def test_global_batch_info_makes_micro_batches_add_up():
