@@ -70,7 +70,13 @@ def ess_sums(log_weight: Array) -> Array:
     n = xp.full((1,), float(log_weight.shape[0]), dtype=log_weight.dtype, device=log_weight.device)
     if log_weight.shape[0] == 0:
         return xp.concat([xp.full((4,), -math.inf, dtype=log_weight.dtype, device=log_weight.device), n])
-    return xp.concat([xp.stack([logsumexp(k * log_weight) for k in (1.0, 2.0, 3.0, 4.0)]), n])
+    top = xp.max(log_weight)
+    top = masked(top, xp.isfinite(top))
+    w = xp.exp(log_weight - top)  # one exponential for all four
+    sums = xp.sum(xp.stack([w, w * w, w * w * w, w * w * w * w]), axis=-1)
+    live = sums > 0
+    power = xp.asarray([1.0, 2.0, 3.0, 4.0], dtype=log_weight.dtype, device=log_weight.device)
+    return xp.concat([masked(xp.log(masked(sums, live, 1.0)) + power * top, live, -math.inf), n])
 
 
 def gathered_ess(sums: Array) -> tuple[float, float]:
