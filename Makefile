@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed-$(KIND)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
 
-.PHONY: demo test test-slow test-browser lint bench lab clean
+.PHONY: demo test test-slow test-browser test-adapters bench-adapters lint bench lab clean
 
 demo: $(INSTALLED)
 	$(BIN)/mismatch demo
@@ -22,6 +22,13 @@ test-slow: $(INSTALLED)
 test-browser: .venv/.installed-lab
 	@command -v chromium > /dev/null || (apt-get update && apt-get install --yes chromium) > /dev/null
 	$(BIN)/python -m pytest tests/browser
+
+# The tests inside TRL and verl: another environment, for verl wants an older transformers. Always on a CPU.
+test-adapters: .venv-adapters/.installed
+	.venv-adapters/bin/python -m pytest tests/adapters
+
+bench-adapters: .venv-adapters/.installed
+	.venv-adapters/bin/python -W ignore -m benchmarks.adapters
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -60,5 +67,15 @@ lab: .venv/.installed-lab
 	$(PIP) install -qq --editable '.[gpu]' --group dev
 	touch $@
 
+.venv-adapters/.installed: export PIP_CONSTRAINT := tests/adapters/constraints.txt
+.venv-adapters/.installed: PIP := .venv-adapters/bin/python -m pip --disable-pip-version-check
+.venv-adapters/.installed: pyproject.toml tests/adapters/constraints.txt
+	test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
+	@echo "Installing TRL and verl into .venv-adapters: about 2.5 GB and two minutes, once."
+	$(PIP) install -qq pip==25.3
+	$(PIP) install -qq torch==2.13.0
+	$(PIP) install -qq --editable . --group adapters
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-adapters

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sandbox import ratios
-from sandbox.arrays import Array, count, detach, masked, masked_mean, namespace
+from sandbox.arrays import Array, count, detach, logsumexp, masked, masked_mean, namespace
 from sandbox.batch import Batch
 from sandbox.errors import BadInput
 
@@ -65,6 +65,43 @@ def ess_standard_error(log_weight: Array, group: Array) -> float:
     value, influence = ess_and_influence(log_weight)
     per_group = xp.asarray([float(xp.sum(influence[group == g])) for g in xp.unique_values(group)])
     return float(value) * float(xp.sum(per_group**2)) ** 0.5 / log_weight.shape[0]
+
+
+def ess_sums(log_weight: Array) -> Array:
+    """What a rank says of its responses so that `gathered_ess` is that of all: logsumexp of log w, 2 log w, 3 log w and
+    4 log w, and how many there are. The last two only serve the standard error. A rank may have none. (n,) -> (5,)
+    """
+    xp = namespace(log_weight)
+    n = xp.full((1,), float(log_weight.shape[0]), dtype=log_weight.dtype, device=log_weight.device)
+    if log_weight.shape[0] == 0:
+        return xp.concat([xp.full((4,), -math.inf, dtype=log_weight.dtype, device=log_weight.device), n])
+    top = xp.max(log_weight)
+    top = masked(top, xp.isfinite(top))
+    w = xp.exp(log_weight - top)  # one exponential for all four
+    sums = xp.sum(xp.stack([w, w * w, w * w * w, w * w * w * w]), axis=-1)
+    live = sums > 0
+    power = xp.asarray([1.0, 2.0, 3.0, 4.0], dtype=log_weight.dtype, device=log_weight.device)
+    return xp.concat([masked(xp.log(masked(sums, live, 1.0)) + power * top, live, -math.inf), n])
+
+
+def gathered_ess(sums: Array) -> tuple[float, float]:
+    """`ess` of the responses of all ranks together, never the mean of the ranks' own, and its standard error.
+
+    ESS = exp(2 L1 - L2) / n with Lk the logsumexp over ranks of their k-th sum. The error is that of
+    `ess_standard_error` with every response its own cluster, for a rank does not hold the other responses to a prompt.
+
+    Args:
+        sums: `ess_sums` of each rank. (R, 5)
+    Returns:
+        nan, nan where undefined: no response, every weight 0, an infinite one.
+    """
+    one, two, three, four = (float(x) for x in logsumexp(sums[:, :4], axis=0))
+    n = float(namespace(sums).sum(sums[:, 4]))
+    if n == 0 or not (math.isfinite(one) and math.isfinite(two)):
+        return math.nan, math.nan
+    fraction = math.exp(2 * one - two) / n
+    mean_square = 4 / fraction + n * math.exp(four - 2 * two) - 4 * n * math.exp(three - one - two) - 1  # of u_i
+    return fraction, fraction * math.sqrt(max(mean_square, 0.0) / n)
 
 
 def renyi2(log_weight: Array) -> Array:

@@ -32,16 +32,21 @@ def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fi
     Raises:
         BadInput: unknown denominator; a centred correction on a batch without `logp_train_all`.
     """
+    per_token = reinforce_per_token(batch, corrected)
+    return namespace(per_token).sum(per_token) / _count(batch, batch.mask & corrected.keep, denominator, per_token)
+
+
+def reinforce_per_token(batch: Batch, corrected: Corrected) -> Array:
+    """What `reinforce` sums, 0 where masked or rejected, for trainers that have a denominator of their own. (B, T)"""
     xp = namespace(batch.logp_train)
     weight = corrected.weight * batch.advantage * xp.ones_like(detach(batch.logp("logp_train")))
-    kept = batch.mask & corrected.keep
     # 0 times log 0 is 0; and a token that the trainer gives probability 0 has no score (`accounts` tells)
-    live = kept & (weight != 0) & xp.isfinite(detach(batch.logp("logp_train")))
+    live = batch.mask & corrected.keep & (weight != 0) & xp.isfinite(detach(batch.logp("logp_train")))
     score = masked(batch.logp("logp_train"), live)
     if not isinstance(corrected.centre, float):
         train_all = masked(batch.need("logp_train_all"), live[..., None])
         score = score - xp.sum(masked(corrected.centre, live[..., None]) * train_all, axis=-1)
-    return -xp.sum(masked(weight, live) * score) / _count(batch, kept, denominator, score)
+    return -masked(weight, live) * score
 
 
 def ppo(batch: Batch, corrected: Corrected, clip: PPOClip | None = None, denominator: str | float = "fixed") -> Array:

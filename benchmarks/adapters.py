@@ -1,0 +1,231 @@
+"""What the adapters cost, as shares of a training step of the small model, all in one run: `make bench-adapters`.
+
+A step is 256 responses of 9 tokens: TRL's own GRPOTrainer, generation by the same bfloat16 copy included, and for
+verl, prime-rl and slime the trainer's part alone (forward, backward, AdamW), which is the smaller denominator.
+Seconds are the processor's, of one thread, so that a busy machine does not matter.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+from verl.trainer.ppo.core_algos import get_policy_loss_fn  # pyright: ignore[reportMissingImports]
+from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
+
+from realmodel import model as policy
+from realmodel import tasks
+from realmodel.adapters import prime_rl_loss, slime_tis
+from realmodel.adapters.trl_sampler import CopySampler
+from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
+from realmodel.adapters.verl_loss import CARRY  # which registers the losses
+
+ROWS, WIDTH, STEPS = 256, 9, 12
+
+
+def trl_steps(trainers: dict[str, tuple[type, type, dict]]) -> dict[str, list[float]]:
+    """Median seconds of a step (generation, scoring, loss, backward), the trainers taking turns; of it the pass at the
+    sampler's weights, and what the adapter's own lines take outside of TRL's methods and the model.
+    """
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainers}
+    for _ in range(3):
+        for name, (cls, config, settings) in trainers.items():
+            seconds[name] += trl_run(cls, config, settings)[2:]
+    return {name: [median(column) for column in zip(*rows, strict=True)] for name, rows in seconds.items()}
+
+
+def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[float, float, float]]:
+    model, tokenizer = policy.load(policy.build(policy.Recipe()))
+    problems = tasks.get("sort8").sample(np.random.default_rng(0), 500, held_out=False)
+    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
+    times: list[tuple[float, float, float]] = []
+    passes: list[float] = []
+    own: list[float] = []
+
+    def scored_by_trl(self: Any, *args: Any) -> Any:
+        start = time.process_time()
+        result = scored(self, *args)
+        own.append(start - time.process_time())
+        return result
+
+    scored = GRPOTrainer._generate_and_score_completions
+
+    class Timed(cls):
+        synced_at = -1  # GRPOTrainer has none: CopySampler then loads at every step, as TRL's vLLM does
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if cls is GRPOTrainer:
+                self.synced_at, self.sampler_weights = self.state.global_step, list(self.model.parameters())
+            start = time.process_time()
+            result = super().training_step(*args, **kwargs)
+            times.append((time.process_time() - start, sum(passes), sum(own)))
+            passes.clear()
+            own.clear()
+            return result
+
+        def _log_probs(self, *args: Any) -> Any:  # without gradient: mu
+            start = time.process_time()
+            result = super()._log_probs(*args)
+            own.append(start - time.process_time())
+            if not torch.is_grad_enabled():
+                passes.append(-own[-1])
+            return result
+
+        def _compute_loss(self, *args: Any) -> Any:
+            start = time.process_time()
+            result = super()._compute_loss(*args)
+            own.append(time.process_time() - start)
+            return result
+
+        def _generate_and_score_completions(self, *args: Any) -> Any:
+            start = time.process_time()
+            result = super()._generate_and_score_completions(*args)
+            own.append(time.process_time() - start)
+            return result
+
+    def right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        pairs = zip(completion_ids, answer, strict=True)
+        return [tasks.reward(ids, tokenizer.encode(a), tokenizer.eos_token_id) for ids, a in pairs]
+
+    with TemporaryDirectory() as folder:
+        args = config(
+            output_dir=folder,
+            per_device_train_batch_size=ROWS,
+            num_generations=8,
+            max_completion_length=WIDTH,
+            learning_rate=1e-5,
+            max_steps=STEPS,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        )
+        top_k = settings.get("centre_top_k", 0)
+        trainer = Timed(model, right, args, data, processing_class=tokenizer, rollout_func=CopySampler(top_k=top_k))
+        GRPOTrainer._generate_and_score_completions = scored_by_trl
+        try:
+            trainer.train()
+        finally:
+            GRPOTrainer._generate_and_score_completions = scored
+    return times
+
+
+def trainer_step() -> Callable[[], None]:
+    """Forward, backward and AdamW on 256 responses, the loss as plain as can be."""
+    model, _ = policy.load(policy.build(policy.Recipe()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    ids = torch.randint(2, 60, (ROWS, 9 + WIDTH))
+
+    def step() -> None:
+        logp = policy.log_probs(model, ids, None)[:, 8:-1].gather(-1, ids[:, 9:, None])
+        optimizer.zero_grad()
+        (-logp.mean()).backward()
+        optimizer.step()
+
+    return step
+
+
+def hooks() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+    """Each hook's loss with backward to the log-probabilities: ours, and what stands there without us."""
+    rng = torch.Generator().manual_seed(0)
+    q = -torch.rand(ROWS, WIDTH, generator=rng) * 3
+    old = torch.minimum(q + 0.02 * torch.randn(q.shape, generator=rng), q * 0)
+    pi = torch.minimum(old + 0.01 * torch.randn(q.shape, generator=rng), q * 0).requires_grad_()
+    advantage, mask = torch.randn(ROWS, 1, generator=rng).expand(q.shape), torch.ones_like(q, dtype=torch.bool)
+    config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=ROWS)
+    arguments = {"old_log_prob": old, "log_prob": pi, "advantages": advantage, "response_mask": mask, "config": config}
+
+    def verl(name: str, carried: Tensor) -> Callable[[], Tensor]:
+        return lambda: get_policy_loss_fn(name)(**arguments, rollout_is_weights=carried)[0]
+
+    inputs = [
+        SimpleNamespace(
+            trainer_logprobs=pi[i],
+            inference_logprobs=q[i],
+            advantages=advantage[i],
+            loss_mask=mask[i],
+            loss_weights=None,
+        )
+        for i in range(ROWS)
+    ]
+
+    def prime(correction: str) -> Callable[[], Tensor]:
+        return lambda: torch.stack([prime_rl_loss.loss(part, correction).loss for part in inputs]).sum()
+
+    def prime_plain() -> Tensor:
+        ratio = [(p.trainer_logprobs - p.inference_logprobs).exp() * p.advantages * p.loss_mask for p in inputs]
+        return -torch.stack([r.sum() for r in ratio]).sum()
+
+    pg_loss = -(advantage * (pi - old).exp()).reshape(-1)
+    olds, qs, masks = list(old), list(q), [m.int() for m in mask]
+
+    def slime() -> Tensor:
+        args = SimpleNamespace(mismatch_correction="tis")
+        given = {"pg_loss": pg_loss, "train_log_probs": olds, "rollout_log_probs": qs, "loss_masks": masks}
+        return slime_tis.tis(args, **given)[0].sum()
+
+    weight = (old - q).exp().clamp(max=2)
+
+    def slime_plain() -> Tensor:
+        return (pg_loss * (torch.cat(olds) - torch.cat(qs)).exp().clamp(max=2)).sum()
+
+    def with_backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: torch.autograd.grad(loss(), pi, retain_graph=True)[0]
+
+    return {
+        "verl loss tis": (with_backward(verl(f"{CARRY}.tis", q)), with_backward(verl("vanilla", weight))),
+        "verl loss cis": (with_backward(verl(f"{CARRY}.cis", q)), with_backward(verl("vanilla", weight))),
+        "prime-rl loss tis": (with_backward(prime("tis")), with_backward(prime_plain)),
+        "slime tis": (with_backward(slime), with_backward(slime_plain)),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    step = trainer_step()
+    pairs = hooks()
+    work = {"step": step} | {f"{name}/{i}": f for name, pair in pairs.items() for i, f in enumerate(pair)}
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(30):
+        for name, f in work.items():
+            start = time.process_time()
+            f()
+            seconds[name].append(time.process_time() - start)
+    middle = {name: median(values) for name, values in seconds.items()}
+    print(f"trainer's part of a step: {middle['step'] * 1e3:.1f} ms; hooks above what stands there without them")
+    for name in pairs:
+        more = middle[f"{name}/0"] - middle[f"{name}/1"]
+        print(f"  {name:18} {more * 1e3:+6.2f} ms  {more / middle['step']:+.2%}")
+    trl = trl_steps(
+        {
+            "GRPOTrainer": (GRPOTrainer, GRPOConfig, {}),
+            "tis, every": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "tis", "resync": "every"}),
+            "tis, never": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "tis", "resync": "never"}),
+            "dlc, V = 64": (
+                MismatchGRPOTrainer,
+                MismatchGRPOConfig,
+                {"correction": "dlc", "resync": "never", "centre_top_k": 64},
+            ),
+        }
+    )
+    whole = trl["GRPOTrainer"][0]
+    print(
+        f"TRL's step: {whole * 1e3:.1f} ms; in ours: our own lines, the pass at the sampler's weights; all over TRL's"
+    )
+    for name, (step_seconds, mu, own) in list(trl.items())[1:]:
+        print(f"  {name:18} {own / whole:7.2%} {mu / whole:7.2%} {step_seconds / whole - 1:+7.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""slime (and miles, which has the same hook): a custom TIS function, `--use-tis --custom-tis-function-path` (see
+examples/slime.sh).
+
+slime calls it once a micro-batch with its PPO loss of every token, the trainer's log-probabilities at the start of the
+batch (old) and the sampler's (q): a weight on old/q is all that it can express. pi/old is already in slime's loss, mu
+is nowhere, and the loss comes with the advantage in it, so rules that look at A's sign are refused. The rule's `pi`
+is old here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realmodel.adapters.rules import applied, named, refuse
+from sandbox.batch import Batch
+from sandbox.corrections import Correction
+from sandbox.errors import BadInput
+
+
+def tis(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """slime's loss times our weights, its masks less the tokens that we reject, and metrics per token.
+
+    slime's denominators come from the masks before rejection, so a rejected token shrinks the step ("fixed").
+
+    Args:
+        args: slime's; `mismatch_correction` of the YAML at --custom-config-path names the rule ("tis" without it).
+        pg_loss: loss of the local tokens, response after response. (sum of T_i,)
+        train_log_probs: old. B tensors (T_i,)
+        rollout_log_probs: q. B tensors (T_i,)
+        loss_masks: B tensors (T_i,), 0 or 1
+    Raises:
+        BadInput: a rule that centres, needs mu or the advantage; log-probabilities shorter than their mask, which is
+            context parallelism.
+    """
+    name = getattr(args, "mismatch_correction", "tis")
+    rule = named(name, Correction)
+    # sees_batch: slime's own rules too divide by the mean of what one call holds, the micro-batch
+    refuse(rule, name, "slime's TIS hook", sees_batch=True, sees_advantage=False)
+    lengths = [len(m) for m in loss_masks]
+    if [len(logp) for logp in train_log_probs] != lengths:
+        raise BadInput("train_log_probs are shards of responses: context parallelism is not supported by this hook")
+    real = torch.arange(max(lengths), device=pg_loss.device) < torch.tensor(lengths, device=pg_loss.device)[:, None]
+    old, q, mask = (_padded(parts, real) for parts in (train_log_probs, rollout_log_probs, loss_masks))
+    counted = mask.bool()
+    batch = Batch(old.detach(), q, counted, torch.zeros_like(old[:, :1]))
+    corrected = rule(batch)
+    weight, keep = applied(batch, corrected)[real], (counted & corrected.keep)[real]
+    metrics = {"mismatch_weight": weight, "mismatch_rejected": (counted[real] & ~keep).to(weight.dtype)}
+    masks = list(keep.to(mask.dtype).split(lengths))
+    return torch.where(weight > 0, pg_loss, 0.0) * weight, masks, metrics
+
+
+def _padded(parts: list[Tensor], real: Tensor) -> Tensor:
+    """Responses one a row, 0 where `real` has no token. (B, T)"""
+    flat = torch.cat(parts)
+    rows = torch.zeros(real.shape, dtype=flat.dtype, device=flat.device)
+    rows[real] = flat
+    return rows

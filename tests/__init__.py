@@ -1,0 +1,1 @@
+"""A package, so that the `tests` which verl installs does not stand in its place."""
