@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import bias, exact, plots, problems
+from sandbox import bias, exact, problems, theory_plots
 from sandbox.corrections import CORRECTIONS
 from sandbox.interactive import explore
 from sandbox.policy import log_policy, policies
@@ -79,7 +79,7 @@ np.testing.assert_allclose(centred, exact.gradient(machine, three.rollout), atol
 # %%
 table = bias.by_horizon(machine, mu, -0.1 * offset, [2**k for k in range(11)])
 figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
-plots.bias_by_horizon(ax, table)
+theory_plots.bias_by_horizon(ax, table)
 longest = table.row(-1, named=True)
 assert longest["left_by_dlc"] > 0.9 * longest["total"]
 assert 0.6 < longest["left_by_tis"] / longest["total"] < 0.7
@@ -112,7 +112,7 @@ def draw(sd: float, tokens: int) -> Figure:
     )
     exact_bias = {name: np.linalg.norm(u - exact.gradient(problem, mu)) / unit for name, u in updates.items()}
     figure = Figure(figsize=(7, 3.4), layout="constrained")
-    plots.bias_parts(
+    theory_plots.bias_parts(
         figure.subplots(), {p: float(np.linalg.norm(getattr(split, p)) / unit) for p in bias.PARTS}, exact_bias
     )
     return figure

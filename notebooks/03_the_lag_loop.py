@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import delay, exact, lag, matrices, plots, problems
+from sandbox import delay, exact, lag, matrices, problems, theory_plots
 from sandbox.corrections import CORRECTIONS
 from sandbox.interactive import explore
 from sandbox.policy import log_policy
@@ -69,7 +69,7 @@ assert runs[0.9].feeds
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for ax, (top, run) in zip(axes, runs.items(), strict=True):
-    plots.lag_growth(ax, run.table)
+    theory_plots.lag_growth(ax, run.table)
     ax.set_title(f"best {top:.0%} of sequences rewarded", fontsize=10)
 
 # %% [markdown]
@@ -106,8 +106,8 @@ for tau, critical in enumerate((2.0, 1.0, 0.618, 0.445)):
 def draw(tau: int, gain: float) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plots.delayed_loop(left, delay.recursion(0.0, -1.0, 0.0, gain, tau, 1.0, 60)[:, 0])
-    plots.stability(right, tau, gain)
+    theory_plots.delayed_loop(left, delay.recursion(0.0, -1.0, 0.0, gain, tau, 1.0, 60)[:, 0])
+    theory_plots.stability(right, tau, gain)
     return figure
 
 

@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import diagnostics, enumeration, exact, plots, problems, staleness
+from sandbox import diagnostics, enumeration, exact, problems, staleness, theory_plots
 from sandbox.corrections import CORRECTIONS
 from sandbox.interactive import explore
 from sandbox.policy import log_policy
@@ -115,9 +115,9 @@ assert best.filter(cost=2.0)["loss"][0] < 0.02
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-plots.worth(axes[0], ess, efficiency)
-plots.ess_by_length(axes[1], LENGTHS, sequence, token_kl)
-plots.sync_price(axes[2], reached)
+theory_plots.worth(axes[0], ess, efficiency)
+theory_plots.ess_by_length(axes[1], LENGTHS, sequence, token_kl)
+theory_plots.sync_price(axes[2], reached)
 
 # %% [markdown]
 # Move the size of the lag: how long may a response be before the ESS is below one half?
@@ -126,7 +126,7 @@ plots.sync_price(axes[2], reached)
 # %%
 def draw(sd: float) -> Figure:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    plots.ess_by_length(figure.subplots(), LENGTHS, *by_length(sd))
+    theory_plots.ess_by_length(figure.subplots(), LENGTHS, *by_length(sd))
     return figure
 
 

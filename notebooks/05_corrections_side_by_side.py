@@ -22,7 +22,7 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from sandbox import enumeration, exact, plots, problems, simulate
+from sandbox import enumeration, exact, plots, problems, simulate, theory_plots
 from sandbox.corrections import CORRECTIONS
 from sandbox.interactive import explore
 from sandbox.mismatch import ConstantOffset, EveryK
@@ -123,7 +123,7 @@ assert all(at[name, 0.0, 40] > 3 for name in names)
 # %%
 def draw(discrepancy: float, lag: float) -> Figure:
     figure = Figure(figsize=(6, 4.2), layout="constrained")
-    plots.bias_against_noise(figure.subplots(), tradeoff(discrepancy, lag))
+    theory_plots.bias_against_noise(figure.subplots(), tradeoff(discrepancy, lag))
     return figure
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from sandbox import collapse, plots, predict, problems, simulate, theory
+from sandbox import collapse, plots, predict, problems, simulate, theory, theory_plots
 from sandbox.corrections import CORRECTIONS
 from sandbox.interactive import explore
 from sandbox.mismatch import EveryK
@@ -117,7 +117,7 @@ def draw(correction: str, step_size: float) -> Figure:
         "linearised": (curve, linear),
         "mean field": (-np.log(field.table["ess"].to_numpy()), field.ess_step),
     }
-    plots.prediction_levels(figure.subplots(), levels)
+    theory_plots.prediction_levels(figure.subplots(), levels)
     return figure
 
 
