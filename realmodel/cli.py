@@ -251,6 +251,38 @@ def claims(
     _print(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
 
 
+def compare(
+    source: tyro.conf.Positional[tuple[Path, ...]],
+    on_policy: tuple[Path, ...] = (),
+    threshold: float = 0.5,
+    resume: bool = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Predicted against observed ess_step: of run folders, or of a whole grid of runs, which is made first.
+
+    Args:
+        source: a grid's TOML file, see realmodel/configs/grid.toml, or folders of real-model runs.
+        on_policy: folders of two on-policy runs or more, that run folders are held against.
+        threshold: sequence ESS of a collapse in run folders; a TOML file states its own.
+        resume: go on with the grid in --out.
+    """
+    from realmodel import commands
+
+    with _quiet_stdout() as stdout, _bar() as bar:
+        _quiet_libraries()
+        if not source:
+            raise BadInput("source is missing: a grid's TOML file, or run folders")
+        if source[0].is_dir():
+            outcome, tables = commands.compare_runs(source, on_policy, threshold)
+        else:
+            if resume and out is None:
+                raise BadInput("--resume needs --out, the folder to go on with")
+            folder = out if resume and out is not None else _folder(out, source[0].stem)
+            outcome, tables = commands.compare_grid(source[0], folder, resume, bar)
+        _print(stdout, outcome, json, tables)
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -258,6 +290,7 @@ def main() -> int:
     try:
         commands = {
             "claims": claims,
+            "compare": compare,
             "demo": demo,
             "exact": exact,
             "predict": predict,

@@ -63,13 +63,17 @@ def observed_ess_step(since_sync: pl.DataFrame, threshold: float = 0.5) -> Cross
     return Crossing(first(ess), first(ess - margin), first(ess + margin), int(k[-1]))
 
 
-def predicted_ess_step(since_sync: pl.DataFrame, horizon: int, threshold: float = 0.5) -> collapse.Fit:
+def predicted_ess_step(
+    since_sync: pl.DataFrame, horizon: int, threshold: float = 0.5, curvature: bool = False
+) -> collapse.Fit:
     """The out-of-sample prediction: a k^2 + b k fitted to the first steps' Var[log r] only (collapse.fit_collapse)."""
     later = since_sync.filter(pl.col("k") > 0)
     # only the rise to the limit: a variance that comes back down to it later is no early measurement
     beyond = later["var_log_ratio"] > collapse.var_threshold(threshold) * collapse.FIT_SHARE
     later = later.head(int(beyond.arg_max() or 0) if beyond.any() else len(later))
-    return collapse.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), threshold, horizon)
+    return collapse.fit_collapse(
+        later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), threshold, horizon, curvature
+    )
 
 
 def pass_rates(steps: pl.DataFrame) -> np.ndarray:

@@ -88,7 +88,7 @@ def train(
             row |= {"seconds": time.perf_counter() - clock}
             run.rows.append(row)
             results.write_table(folder / "steps.parquet", pl.DataFrame(run.rows, infer_schema_length=None))
-            if (step + 1) % config.checkpoint_every == 0:
+            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                 underway.save(folder, learner, run, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it

@@ -171,7 +171,8 @@ def predicted_against_observed(ax: Axes, table: pl.DataFrame, horizon: float) ->
         axis.set_ticks([*ticks, rim], [*map(str, ticks), "none"])
         axis.set_ticks([], minor=True)
     ax.set(xlabel="observed ess_step (updates since the sync)", ylabel="predicted ess_step")
-    ax.legend(fontsize=8)
+    if len(table):
+        ax.legend(fontsize=8)
     return ax
 
 

@@ -101,6 +101,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
+def refuse_another(folder: Path, asked: dict[str, Any]) -> None:
+    """Raises BadInput unless the folder's run.json has this config, as `plain` left it."""
+    try:
+        was = json.loads((folder / "run.json").read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{folder} cannot be resumed: no readable run.json") from error
+    different = sorted(key for key in {*asked, *was} if asked.get(key) != was.get(key))
+    if different:
+        raise BadInput(f"{folder} cannot be resumed: its config has another {', '.join(different)}")
+
+
 def finish_run(folder: Path, status: str = "finished", **results: Any) -> None:
     """Add the outcome and the time to the run.json of a folder made by `create_run`."""
     run = json.loads((folder / "run.json").read_text())

@@ -12,7 +12,6 @@ on-policy runs of different generators.
 
 import hashlib
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -179,7 +178,7 @@ def run(
     every = tasks(sweep)
     with workers_of(workers, backend, address, folder):
         if resume:
-            _refuse_another(folder, asked)
+            results.refuse_another(folder, asked)
         else:
             results.create_run(folder, asked)
         missing = [task for task in every if not (folder / "parts" / part(*task)).exists()]
@@ -327,14 +326,3 @@ def as_they_come(calls: Iterable[Any]) -> Iterator[tuple[str, pl.DataFrame]]:
                 yield from pool(wave)
     else:
         yield from pool(calls)
-
-
-def _refuse_another(folder: Path, asked: dict[str, Any]) -> None:
-    """BadInput unless the folder is one of this config."""
-    try:
-        was = json.loads((folder / "run.json").read_text())["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{folder} cannot be resumed: no readable run.json") from error
-    different = sorted(key for key in {*asked, *was} if asked.get(key) != was.get(key))
-    if different:
-        raise BadInput(f"{folder} cannot be resumed: its config has another {', '.join(different)}")
