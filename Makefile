@@ -7,10 +7,16 @@ INSTALLED := .venv/.installed-$(KIND)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := $(if $(GPU),,constraints.txt)
 
-.PHONY: demo test test-slow test-browser test-adapters bench-adapters lint bench lab clean
+.PHONY: demo validate test test-slow test-browser test-adapters bench-adapters lint bench lab clean
 
 demo: $(INSTALLED)
 	$(BIN)/mismatch demo
+
+# Everything a CPU can say of the real model: the claims and the grid of predictions; goes on where it was killed.
+validate: $(INSTALLED)
+	$(BIN)/mismatch claims --real --out runs/validate/claims $(if $(wildcard runs/validate/claims/run.json),--resume)
+	$(BIN)/mismatch compare realmodel/configs/grid.toml --out runs/validate/grid \
+		$(if $(wildcard runs/validate/grid/run.json),--resume)
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"

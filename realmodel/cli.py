@@ -119,9 +119,7 @@ def sweep(
     settings = configs.load(config, grids.SweepConfig)
     if workers == 0 or workers < -1:
         raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
-    if resume and out is None:
-        raise BadInput("--resume needs --out, the folder to go on with")
-    folder = out if resume and out is not None else _folder(out, config.stem)
+    folder = _resumed(resume, out, config.stem)
     with _bar() as bar:
         task = bar.add_task("tasks", total=None)
 
@@ -219,20 +217,35 @@ def claims(
     names: tyro.conf.Positional[tuple[str, ...]] = (),
     fast: bool = False,
     seed: int = 0,
+    real: bool = False,
+    config: Path | None = None,
+    resume: bool = False,
     out: Kept = None,
     json: Json = False,
 ) -> None:
-    """The claims table: what the theory says, tested on tabular policies by criteria fixed in advance.
+    """The claims table: what the theory says, tested by criteria fixed in advance, on tabular policies or a real model.
 
     Args:
-        names: claims to test, such as C5 or N3; all by default.
+        names: tabular claims to test, such as C5 or N3; all by default.
         fast: fewer runs and updates, under half a minute.
         seed: of the drawn problems and of their runs; criteria and settings are those chosen at 0.
+        real: on the real model, in a run folder; a quarter of an hour on two cores.
+        config: of the real runs, see realmodel/configs/validate.toml; its settings are the default.
+        resume: go on with the real runs in --out.
     """
     from sandbox import claims as tested
 
     if seed < 0:
         raise BadInput(f"seed is {seed}, expected 0 or more")
+    if real:
+        folder = _resumed(resume, out, "claims-real")
+        with _quiet_stdout() as stdout, _bar() as bar:
+            from realmodel import commands
+
+            _quiet_libraries()
+            rows = commands.real_claims(config, folder, resume, bar)
+            _print(stdout, tested.outcome(rows), json, {f"claims on the real model: {folder}": tested.shown(rows)})
+        return
 
     wanted = tested.chosen(names)
     folder = None if out is None else _folder(out, "claims")
@@ -276,10 +289,7 @@ def compare(
         if source[0].is_dir():
             outcome, tables = commands.compare_runs(source, on_policy, threshold)
         else:
-            if resume and out is None:
-                raise BadInput("--resume needs --out, the folder to go on with")
-            folder = out if resume and out is not None else _folder(out, source[0].stem)
-            outcome, tables = commands.compare_grid(source[0], folder, resume, bar)
+            outcome, tables = commands.compare_grid(source[0], _resumed(resume, out, source[0].stem), resume, bar)
         _print(stdout, outcome, json, tables)
 
 
@@ -333,6 +343,13 @@ def _folder(out: Path | None, name: str) -> Path:
     if free < NEEDED_MB:
         raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
     return folder
+
+
+def _resumed(resume: bool, out: Path | None, name: str) -> Path:
+    """The folder to go on with, or `_folder`."""
+    if resume and out is None:
+        raise BadInput("--resume needs --out, the folder to go on with")
+    return out if resume and out is not None else _folder(out, name)
 
 
 @contextmanager

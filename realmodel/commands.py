@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from realmodel import compare, grid
+from realmodel import claims, compare, grid, validation
+from sandbox import claims as tabular
 from sandbox import config as configs
 from sandbox import results
 from sandbox.errors import BadInput
@@ -32,6 +33,22 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
     shown = ("run", "quadratic", "curved", "twin", "constant", "observed", "failure_step", "final_pass_rate")
     runs = [{name: row[name] for name in shown} for row in table.to_dicts()]
     return outcome, {"ess_step, updates since the sync": runs, "how well each way predicts": grid.scores(table)}
+
+
+def real_claims(source: Path | None, folder: Path, resume: bool, bar: Progress) -> list[tabular.Row]:
+    """The claims on the real model: the runs that the folder lacks, then the rows, saved as `tabular.save` does."""
+    asked = validation.Study() if source is None else configs.load(source, validation.Study)
+    resolved = results.plain(configs.resolved(asked))
+    if resume:
+        results.refuse_another(folder, resolved)
+    else:
+        results.create_run(folder, resolved)
+    task = bar.add_task("starting", total=asked.start + asked.steps * len(validation.planned(asked)))
+    validation.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
+    rows = claims.answer(validation.evidence(asked, folder), asked.offset_sd)
+    tabular.save(folder, rows)
+    results.finish_run(folder)
+    return rows
 
 
 def compare_runs(runs: Sequence[Path], on_policy: Sequence[Path], threshold: float) -> Told:

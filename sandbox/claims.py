@@ -288,8 +288,8 @@ def save(folder: Path, rows: Sequence[Row]) -> None:
         figure = ""
         if len(row.table):
             results.write_table(folder / f"{row.id}.parquet", row.table)
-        draw = next(claim.figure for claim in CLAIMS if claim.id == row.id)
-        if draw is not None:
+        draw = next((claim.figure for claim in CLAIMS if claim.id == row.id), None)
+        if draw is not None and len(row.table):
             canvas = Figure(figsize=(5, 3.4), layout="constrained")
             draw(canvas.subplots(), row.table).legend(fontsize=8)
             figure = svg(canvas)
