@@ -5,14 +5,14 @@ stands for is, per response, sum_t weight_t A_t (grad log pi(y_t) - sum_a centre
 `losses.reinforce` is that update as a loss. Weights, masks and centres are detached: no gradient passes through them.
 
 Every rule says which log ratio it acts on (`on`, one of `batch.SOURCES`), so the discrepancy and the lag can be
-handled apart: `Compose((Truncate(on="discrepancy"), PPOClip(on="lag")))`. Resyncing the sampler is a rule of its own
-(`mismatch.py`), as is the learning rate (`TimesEss`). `CORRECTIONS` names the core presets, `presets.py` the others and
-those of public frameworks: one line each. `rejections.py` has the rules that only reject. Thresholds bound
-trainer/sampler ratios, inclusive; inf (or 0 below) is off.
+handled apart: `Compose((Truncate(on="discrepancy"), PPOClip(on="lag")))` (`combinations.py`). Resyncing the sampler is
+a rule of its own (`mismatch.py`), as is the learning rate (`TimesEss`). `CORRECTIONS` names the core presets,
+`presets.py` the others and those of public frameworks: one line each. `rejections.py` has the rules that only reject.
+Thresholds bound trainer/sampler ratios, inclusive; inf (or 0 below) is off.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from sandbox import ratios
@@ -284,69 +284,6 @@ class DLC:
     def __call__(self, batch: Batch) -> Corrected:
         weight, keep, _ = Truncate(self.level, self.cap, on="lag")(batch)
         return Corrected(weight, keep, Centre(self.cap if self.level == "token" else math.inf)(batch).centre)
-
-
-@dataclass(frozen=True)
-class Compose:
-    """Several rules at once: weights multiplied (0 times anything is 0), masks and-ed, the one centre taken.
-
-    Each rule sees the whole batch, not what the others left of it. Raises BadInput where two rules centre.
-    """
-
-    rules: tuple[Correction, ...] = ()
-
-    def __post_init__(self) -> None:
-        if sum(rule.centres for rule in self.rules) > 1:
-            raise BadInput("rules: two of them centre the score")
-
-    @property
-    def centres(self) -> bool:
-        return any(rule.centres for rule in self.rules)
-
-    @property
-    def factors(self) -> bool:
-        return all(rule.factors for rule in self.rules)
-
-    source = ""
-
-    def __str__(self) -> str:
-        return " x ".join(map(str, self.rules)) or "1"
-
-    def __call__(self, batch: Batch) -> Corrected:
-        first, *others = self.rules or (Uncorrected(),)
-        weight, keep, centre = first(batch)
-        for rule in others:
-            w, k, c = rule(batch)
-            live = (weight != 0) & (w != 0)
-            weight, keep = masked(masked(weight, live) * masked(w, live), live), keep & k
-            centre = centre if isinstance(c, float) else c
-        return Corrected(weight, keep, centre)
-
-
-@dataclass(frozen=True)
-class FiniteOnly:
-    """The rule, with every log ratio that is not finite read as 0, that is weight 1: AReaL's treatment, not ours."""
-
-    rule: Correction = Uncorrected()
-
-    @property
-    def centres(self) -> bool:
-        return self.rule.centres
-
-    @property
-    def factors(self) -> bool:
-        return self.rule.factors
-
-    source = ""
-
-    def __str__(self) -> str:
-        return f"{self.rule}; old/q = 1 where not finite"
-
-    def __call__(self, batch: Batch) -> Corrected:
-        xp = namespace(batch.logp_train)
-        bad = batch.mask & ~xp.isfinite(detach(batch.log_ratio("behaviour")))
-        old = xp.where(bad, batch.logp_rollout, batch.need("logp_old"))
-        return self.rule(replace(batch, logp_old=old))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import math
 from sandbox import ratios
 from sandbox.arrays import Array, count, detach, masked, namespace
 from sandbox.batch import Batch
-from sandbox.corrections import Compose, Corrected, PPOClip, Truncate
+from sandbox.combinations import Compose
+from sandbox.corrections import Corrected, PPOClip, Truncate
 from sandbox.errors import BadInput
 from sandbox.rejections import ProbabilityBand
 

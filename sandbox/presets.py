@@ -13,15 +13,14 @@ from dataclasses import fields, is_dataclass
 from sandbox import ratios
 from sandbox.arrays import Array, count, masked, masked_mean, namespace
 from sandbox.batch import Batch, Source
+from sandbox.combinations import Compose, FiniteOnly
 from sandbox.corrections import (
     CIS,
     CORRECTIONS,
     DLC,
     Centre,
-    Compose,
     Corrected,
     Correction,
-    FiniteOnly,
     Level,
     Mask,
     PPOClip,

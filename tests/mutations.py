@@ -36,6 +36,7 @@ TESTS = {
     "ratios": "corrections presets",
     "rejections": "corrections presets",
     "corrections": "corrections presets",
+    "combinations": "corrections presets losses",
     "losses": "losses presets",
     "diagnostics": "diagnostics",
     "exact": "exact exact_report transfer",

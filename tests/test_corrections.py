@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from sandbox import losses, ratios
 from sandbox.arrays import log_softmax
 from sandbox.batch import Batch
+from sandbox.combinations import Compose
 from sandbox.corrections import (
     CIS,
     CORRECTIONS,
     DLC,
     Centre,
-    Compose,
     Correction,
     Mask,
     PPOClip,

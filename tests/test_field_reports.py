@@ -15,7 +15,8 @@ from hypothesis.extra.numpy import arrays
 
 from sandbox import diagnostics, health, losses, presets, summary
 from sandbox.batch import Batch, unpack
-from sandbox.corrections import Compose, Mask, PPOClip, Truncate
+from sandbox.combinations import Compose
+from sandbox.corrections import Mask, PPOClip, Truncate
 from sandbox.errors import BadInput
 from sandbox.presets import PRESETS
 from sandbox.rejections import Band, Divergence, OffPolicySequenceMask, Veto

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from sandbox import losses
 from sandbox.batch import Batch
-from sandbox.corrections import DLC, Compose, Corrected, PPOClip, Truncate
+from sandbox.combinations import Compose
+from sandbox.corrections import DLC, Corrected, PPOClip, Truncate
 from sandbox.errors import BadInput
 from sandbox.presets import PRESETS
 from sandbox.rejections import ProbabilityBand

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from sandbox import config, exact, presets
 from sandbox.batch import Batch
-from sandbox.corrections import Compose, Correction, FiniteOnly, PPOClip, Truncate
+from sandbox.combinations import Compose, FiniteOnly
+from sandbox.corrections import Correction, PPOClip, Truncate
 from sandbox.policy import policies
 from sandbox.problems import Problem
 from tests import reference, reference_frameworks, strategies

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sandbox import config
 from sandbox.batch import Batch
-from sandbox.corrections import Compose, Corrected, Correction, FiniteOnly, Truncate
+from sandbox.combinations import Compose, FiniteOnly
+from sandbox.corrections import Corrected, Correction, Truncate
 from sandbox.errors import BadInput
 
 

@@ -27,7 +27,8 @@ from verl.workers.utils.losses import ppo_loss
 from realmodel.adapters import verl_loss, verl_sync
 from sandbox import losses, presets
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS, Compose, Truncate
+from sandbox.combinations import Compose
+from sandbox.corrections import CORRECTIONS, Truncate
 from sandbox.diagnostics import ess
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS
