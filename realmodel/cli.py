@@ -4,27 +4,18 @@ With --json a command prints one JSON object on standard output and nothing else
 its libraries print goes to standard error.
 """
 
-import logging
-import os
-import shutil
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from sandbox import report, results
+from realmodel.terminal import progress_bar, quiet_libraries, quiet_stdout, resumed, run_folder, show
+from sandbox import results
 from sandbox.errors import BadInput
-
-NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
 Kept = Annotated[Path | None, tyro.conf.arg(help="folder to keep the outcome in; none by default", metavar="DIR")]
@@ -40,19 +31,17 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
     """
     if seeds < 1:
         raise BadInput(f"seeds is {seeds}, expected 1 or more")
-    folder = _folder(out, "demo")
-    with _quiet_stdout() as stdout, _bar() as bar:
+    folder = run_folder(out, "demo")
+    with quiet_stdout() as stdout, progress_bar() as bar:
         from realmodel import demo as demos  # torch and transformers take seconds to import
 
-        _quiet_libraries()
+        quiet_libraries()
 
         size = replace(demos.FAST if fast else demos.FULL, seeds=seeds)
         task = bar.add_task("starting", total=demos.work(size))
         outcome = demos.run(size, folder, lambda what, done: bar.update(task, description=what, advance=done))
         bar.update(task, description="done", completed=demos.work(size))
-        _print(
-            stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": demos.shown(outcome["runs"])}
-        )
+        show(stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": demos.shown(outcome["runs"])})
         if not json:
             stdout.write(f"figures and explanation: {folder / 'report.html'}\n")
 
@@ -87,12 +76,12 @@ def predict(
 
         from sandbox import plots
 
-        folder = results.create_run(_folder(out, "predict"), asked)
+        folder = results.create_run(run_folder(out, "predict"), asked)
         results.write_json(folder / "predict.json", outcome)
         results.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
         results.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
         results.finish_run(folder)
-    _print(sys.stdout, outcome, json, predictions.tables(outcome))
+    show(sys.stdout, outcome, json, predictions.tables(outcome))
 
 
 def sweep(
@@ -119,8 +108,8 @@ def sweep(
     settings = configs.load(config, grids.SweepConfig)
     if workers == 0 or workers < -1:
         raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
-    folder = _resumed(resume, out, config.stem)
-    with _bar() as bar:
+    folder = resumed(resume, out, config.stem)
+    with progress_bar() as bar:
         task = bar.add_task("tasks", total=None)
 
         def progress(done: int, total: int) -> None:
@@ -128,7 +117,7 @@ def sweep(
 
         table = grids.run(settings, folder, resume, workers, backend, address, progress)
     rows = grids.summary(table).to_dicts()
-    _print(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
+    show(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
     if not json:
         sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")
 
@@ -143,13 +132,13 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     from sandbox import sweep as grids
 
     settings = configs.load(config, grids.SweepConfig)
-    folder = None if out is None else _folder(out, config.stem)
+    folder = None if out is None else run_folder(out, config.stem)
     steps, row = grids.one(settings)
     if folder is not None:
         results.create_run(folder, configs.resolved(settings))
         results.write_table(folder / "steps.parquet", steps)
         results.finish_run(folder)
-    _print(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
+    show(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
 def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = None, json: Json = False) -> None:
@@ -162,12 +151,12 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
     """
     from sandbox import config as configs
 
-    with _quiet_stdout() as stdout, _bar() as bar:
+    with quiet_stdout() as stdout, progress_bar() as bar:
         from realmodel import model as policy
         from realmodel import sampler, tasks
         from realmodel import train as loop
 
-        _quiet_libraries()
+        quiet_libraries()
         if config.is_dir():
             if not resume:
                 raise BadInput(f"{config} is a folder: a TOML file is expected, or --resume to go on with a run")
@@ -175,7 +164,7 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
         else:
             settings = configs.load(config, loop.RunConfig)
             older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
-            folder = older[-1] if older else out if resume and out and out.is_dir() else _folder(out, config.stem)
+            folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
         path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
@@ -188,7 +177,7 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
         steps = loop.train(settings, llm, learner, folder, progress, resume)
         last = steps.tail(1).with_columns(pass_rate=steps.tail(1)["pass_probability"].list.mean())
         kept = {k: v for k, v in last.drop("pass_probability").to_dicts()[0].items() if v is not None}
-        _print(stdout, kept | {"folder": str(folder)}, json, {f"{config.stem}, after the last update": [kept]})
+        show(stdout, kept | {"folder": str(folder)}, json, {f"{config.stem}, after the last update": [kept]})
         if not json:
             stdout.write(f"steps.parquet and rollouts: {folder}\n")
 
@@ -203,14 +192,14 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
     from sandbox import exact_report, problem_json
 
     case = problem_json.named(problem)
-    folder = None if out is None else _folder(out, "exact")
+    folder = None if out is None else run_folder(out, "exact")
     outcome = exact_report.summary(case, matrices)
     if folder is not None:
         results.create_run(folder, {"problem": problem, "matrices": matrices})
         problem_json.save(folder / "problem.json", case)
         results.write_json(folder / "exact.json", outcome)
         results.finish_run(folder)
-    _print(sys.stdout, outcome, json, exact_report.tables(outcome))
+    show(sys.stdout, outcome, json, exact_report.tables(outcome))
 
 
 def claims(
@@ -238,19 +227,19 @@ def claims(
     if seed < 0:
         raise BadInput(f"seed is {seed}, expected 0 or more")
     if real:
-        folder = _resumed(resume, out, "claims-real")
-        with _quiet_stdout() as stdout, _bar() as bar:
+        folder = resumed(resume, out, "claims-real")
+        with quiet_stdout() as stdout, progress_bar() as bar:
             from realmodel import commands
 
-            _quiet_libraries()
+            quiet_libraries()
             rows = commands.real_claims(config, folder, resume, bar)
-            _print(stdout, tested.outcome(rows), json, {f"claims on the real model: {folder}": tested.shown(rows)})
+            show(stdout, tested.outcome(rows), json, {f"claims on the real model: {folder}": tested.shown(rows)})
         return
 
     wanted = tested.chosen(names)
-    folder = None if out is None else _folder(out, "claims")
+    folder = None if out is None else run_folder(out, "claims")
     rows = []
-    with _bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("starting", total=len(wanted))
         for claim in wanted:
             bar.update(task, description=f"{claim.id}: {claim.statement[:36]}")
@@ -261,7 +250,7 @@ def claims(
         tested.save(folder, rows)
         results.finish_run(folder)
     title = f"claims, {sum(row.seconds for row in rows):.0f} s"
-    _print(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
+    show(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
 
 
 def compare(
@@ -282,15 +271,15 @@ def compare(
     """
     from realmodel import commands
 
-    with _quiet_stdout() as stdout, _bar() as bar:
-        _quiet_libraries()
+    with quiet_stdout() as stdout, progress_bar() as bar:
+        quiet_libraries()
         if not source:
             raise BadInput("source is missing: a grid's TOML file, or run folders")
         if source[0].is_dir():
             outcome, tables = commands.compare_runs(source, on_policy, threshold)
         else:
-            outcome, tables = commands.compare_grid(source[0], _resumed(resume, out, source[0].stem), resume, bar)
-        _print(stdout, outcome, json, tables)
+            outcome, tables = commands.compare_grid(source[0], resumed(resume, out, source[0].stem), resume, bar)
+        show(stdout, outcome, json, tables)
 
 
 def main() -> int:
@@ -326,75 +315,6 @@ def _interrupt(*_: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a second one would cut the first one's tidying short
     raise KeyboardInterrupt
-
-
-def _folder(out: Path | None, name: str) -> Path:
-    """The run folder to make, refused before any work where it holds something or its disk is full."""
-    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    except OSError as error:
-        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise BadInput(f"run folder {folder} cannot be made: {existing} is not a folder that can be written to")
-    free = shutil.disk_usage(existing).free / 1e6
-    if free < NEEDED_MB:
-        raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
-    return folder
-
-
-def _resumed(resume: bool, out: Path | None, name: str) -> Path:
-    """The folder to go on with, or `_folder`."""
-    if resume and out is None:
-        raise BadInput("--resume needs --out, the folder to go on with")
-    return out if resume and out is not None else _folder(out, name)
-
-
-@contextmanager
-def _quiet_stdout() -> Iterator[Any]:
-    """The real standard output; what anything else writes to file descriptor 1 meanwhile goes to standard error."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as real:
-        os.dup2(2, 1)
-        try:
-            yield real
-        finally:
-            real.flush()
-            sys.stdout.flush()
-            os.dup2(real.fileno(), 1)
-
-
-def _quiet_libraries() -> None:
-    """No warnings of others about kernels that this machine does not have."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
-def _bar() -> Progress:
-    columns = (
-        TextColumn("{task.description:<44}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True))
-
-
-def _print(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    if as_json:
-        stdout.write(results.to_json(outcome) + "\n")
-        return
-    console = Console(file=stdout, width=None if stdout.isatty() else 200)
-    for title, rows in tables.items():
-        rows = report.aligned(rows)
-        table = Table(title=title, title_justify="left")
-        for name in rows[0]:
-            table.add_column(name.replace("_", " "), justify="left" if name == "run" else "right")
-        for row in rows:
-            table.add_row(*map(report.cell, row.values()))
-        console.print(table)
 
 
 if __name__ == "__main__":

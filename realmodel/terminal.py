@@ -1,0 +1,90 @@
+"""What the commands share: run folders, progress, tables for people or one JSON object, a clean standard output."""
+
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sandbox import report, results
+from sandbox.errors import BadInput
+
+NEEDED_MB = 300  # of disk for a run folder and the cached small model
+
+
+def run_folder(out: Path | None, name: str) -> Path:
+    """The run folder to make, refused before any work where it holds something or its disk is full."""
+    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"run folder {folder} cannot be made: {existing} is not a folder that can be written to")
+    free = shutil.disk_usage(existing).free / 1e6
+    if free < NEEDED_MB:
+        raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
+    return folder
+
+
+def resumed(resume: bool, out: Path | None, name: str) -> Path:
+    """The folder to go on with, or `_folder`."""
+    if resume and out is None:
+        raise BadInput("--resume needs --out, the folder to go on with")
+    return out if resume and out is not None else run_folder(out, name)
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[Any]:
+    """The real standard output; what anything else writes to file descriptor 1 meanwhile goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as real:
+        os.dup2(2, 1)
+        try:
+            yield real
+        finally:
+            real.flush()
+            sys.stdout.flush()
+            os.dup2(real.fileno(), 1)
+
+
+def quiet_libraries() -> None:
+    """No warnings of others about kernels that this machine does not have."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def progress_bar() -> Progress:
+    columns = (
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """One JSON object, or a table for each title: a dict a row."""
+    if as_json:
+        stdout.write(results.to_json(outcome) + "\n")
+        return
+    console = Console(file=stdout, width=None if stdout.isatty() else 200, markup=False)
+    for title, rows in tables.items():
+        rows = report.aligned(rows)
+        table = Table(title=title, title_justify="left")
+        for name in rows[0]:
+            table.add_column(name.replace("_", " "), justify="left" if name == "run" else "right")
+        for row in rows:
+            table.add_row(*map(report.cell, row.values()))
+        console.print(table)
