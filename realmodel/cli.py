@@ -103,6 +103,7 @@ def sweep(
         address: of the cluster's scheduler; a local cluster by default.
     """
     from sandbox import config as configs
+    from sandbox import plots
     from sandbox import sweep as grids
 
     settings = configs.load(config, grids.SweepConfig)
@@ -116,7 +117,10 @@ def sweep(
             bar.update(task, completed=done, total=total)
 
         table = grids.run(settings, folder, resume, workers, backend, address, progress)
-    rows = grids.summary(table).to_dicts()
+    cells = grids.summary(table)
+    rows, figure = cells.to_dicts(), plots.phase_maps(cells)
+    if figure is not None:
+        results.write_text(folder / "phase_map.svg", plots.svg(figure))
     show(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
     if not json:
         sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")

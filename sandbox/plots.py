@@ -196,6 +196,26 @@ def phase_map(ax: Axes, table: pl.DataFrame, most: float = 100.0) -> AxesImage:
     return image
 
 
+def phase_maps(cells: pl.DataFrame) -> Figure | None:
+    """One `phase_map` a correction, of the first problem and step size of a sweep; None where that is no map.
+
+    Args:
+        cells: of `sweep.summary`; rows without a fixed period are left out.
+    """
+    first = cells.head(1).select("problem", "step_size")
+    shown = cells.join(first, on=["problem", "step_size"]).drop_nulls("staleness")
+    if min(shown[axis].n_unique() for axis in ("discrepancy", "staleness")) < 2:
+        return None
+    names = shown["correction"].unique(maintain_order=True).to_list()
+    figure = Figure(figsize=(1.2 + 3.2 * len(names), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for ax, name in zip(panels, names, strict=True):
+        image = phase_map(ax, shown.filter(pl.col("correction") == name))
+        ax.set_title(label(name), fontsize=10)
+    figure.colorbar(image, ax=panels, label="KL from on-policy, in units of the pair's")  # type: ignore[possibly-undefined]
+    return figure
+
+
 def prediction(curve: list[dict], threshold: float) -> str:
     """Var[log w] of every level, or measured and fitted, against updates since the sync; an SVG element.
 

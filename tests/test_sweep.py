@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 from distributed import LocalCluster
 
-from sandbox import collapse, config, exact, problem_json, simulate, sweep
+from sandbox import collapse, config, exact, plots, problem_json, simulate, sweep
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, ConstantOffset, EveryK
@@ -78,6 +78,11 @@ def test_the_summary_is_upper_medians_and_means(table):
     assert first["failure_step"] == sorted(own["failure_step"])[2]
     assert first["kl"] == pytest.approx(np.mean(own["kl"].to_list()))
     assert first["runs"] == 5
+    assert plots.phase_maps(rows) is None  # one period only
+    other = rows.with_columns(staleness=pl.lit(9, pl.Int64), kl=pl.col("kl") * 10)
+    figure = plots.phase_maps(pl.concat([rows, other.filter(pl.col("resync") == "every(k=3)")]))
+    assert figure is not None
+    assert [ax.get_title() for ax in figure.axes[:2]] == ["uncorrected", "DLC"]
 
 
 def test_workers_batches_and_a_dask_cluster_with_a_killed_worker_change_no_bit(table, tmp_path):
