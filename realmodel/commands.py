@@ -27,7 +27,7 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
     task = bar.add_task("starting", total=total)
     grid.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
     table = grid.rows(asked, folder)
-    grid.save(table, folder)
+    grid.save(table, grid.curves(asked, folder), folder)
     results.finish_run(folder)
     outcome = grid.outcome(table) | {"folder": str(folder)}
     shown = ("run", "quadratic", "curved", "twin", "constant", "observed", "failure_step", "final_pass_rate")

@@ -148,6 +148,15 @@ def rows(grid: Grid, folder: Path) -> pl.DataFrame:
     return table.with_columns(constant=pl.Series(_constant(table)))
 
 
+def curves(grid: Grid, folder: Path) -> pl.DataFrame:
+    """What was measured of every finished stale run until its end: run, k, ess, ess_se, var_log_ratio, token_kl."""
+    names = [run.name for run in planned(grid) if run.correction != "on-policy"]
+    tables = study.steps_of(folder, names)
+    return pl.concat(
+        [compare.first_sync(steps).select(pl.lit(name).alias("run"), pl.all()) for name, steps in tables.items()]
+    )
+
+
 def twin(fit: collapse.Fit, correction: Correction, horizon: int, threshold: float = 0.5) -> float:
     """ess_step of the tabular twin: the depth-6 tree at the step size whose drift term is the fitted a, its mean field
     under the correction, the fitted noise b k added. inf: not within the horizon; nan where the fit says nothing.
@@ -221,9 +230,10 @@ def outcome(table: pl.DataFrame) -> dict[str, Any]:
     return {"scores": scores(table), "failure_before_ess_uncorrected": first, "runs": table.to_dicts()}
 
 
-def save(table: pl.DataFrame, folder: Path) -> None:
-    """compare.parquet, figure.pdf and report.html into the grid's folder."""
+def save(table: pl.DataFrame, measured: pl.DataFrame, folder: Path) -> None:
+    """compare.parquet, curves.parquet, figure.pdf and report.html into the grid's folder."""
     results.write_table(folder / "compare.parquet", table)
+    results.write_table(folder / "curves.parquet", measured)
     drawn = figure(table)
     sections = [
         report.Section(

@@ -153,7 +153,10 @@ def test_rows_of_a_grids_folder(tmp_path):
     assert (first["constant"], second["constant"]) == (second["observed"], first["observed"])
     assert corrected["observed"] == corrected["quadratic"] == math.inf
     assert corrected["failure_step"] == math.inf
-    grid.save(table, tmp_path)
+    grid.save(table, grid.curves(asked, tmp_path), tmp_path)
+    curves = pl.read_parquet(tmp_path / "curves.parquet")
+    assert curves["run"].unique(maintain_order=True).to_list() == table["run"].to_list()
+    assert curves.filter(run="lr-0.0001/float32/tis-1")["var_log_ratio"].to_list() == (0.002 * k).tolist()
     assert "lr-0.0001/float32/none-2" in (tmp_path / "report.html").read_text()
     assert json.loads(json.dumps(grid.outcome(table)["failure_before_ess_uncorrected"])) == 0.0
 

