@@ -142,16 +142,14 @@ def to_batch(
 
     rollout_all = None
     if centre:
-        rollout_all = torch.zeros(size, width, train_all.shape[-1], device=device)
+        vocabulary = train_all.shape[-1]
         for b, (rows_all, response) in enumerate(zip(_vocabulary(rollout), rollout.response_ids, strict=True)):
-            if rows_all.shape != (len(response), train_all.shape[-1]):
-                raise BadInput(
-                    f"logp_all[{b}] has shape {rows_all.shape}, expected ({len(response)}, {train_all.shape[-1]})"
-                )
-            rollout_all[b, : len(response)] = torch.as_tensor(rows_all, device=device)
+            if rows_all.shape != (len(response), vocabulary):
+                raise BadInput(f"logp_all[{b}] has shape {rows_all.shape}, expected ({len(response)}, {vocabulary})")
+        rollout_all = torch.zeros(size, width, vocabulary, device=device)
+        rollout_all[mask] = torch.as_tensor(np.concatenate(_vocabulary(rollout)), dtype=torch.float32, device=device)
     logp_rollout = torch.zeros(size, width, device=device)
-    for b, logp in enumerate(rollout.logp):
-        logp_rollout[b, : len(logp)] = torch.as_tensor(logp, device=device)
+    logp_rollout[mask] = torch.as_tensor(np.concatenate(rollout.logp), dtype=torch.float32, device=device)
     return check(
         Batch(
             logp_train=drawn(train_all),
