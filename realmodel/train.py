@@ -126,15 +126,19 @@ def evaluate(
     """
     ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
     pi = policy.log_probs(learner.model, ids, None)
-    drew = rollout.versions()
-    rows = torch.full(ids.shape, int(drew[0][0]))
-    for b, row in enumerate(drew):
-        rows[b, len(rollout.prompt_ids[b]) - 1 :][: len(row)] = torch.from_numpy(row)
-    mu = None
-    for other in sorted({int(v) for row in drew for v in np.unique(row)} | {int(drew[0][0])}):
-        same = other == version
-        at = pi.detach() if same else policy.log_probs(learner.model, ids, None, weights=snapshots[other])
-        mu = at if mu is None else torch.where((rows == other).to(at.device)[..., None], at, mu)
+
+    def at(drew: int) -> Tensor:
+        return pi.detach() if drew == version else policy.log_probs(learner.model, ids, None, weights=snapshots[drew])
+
+    if rollout.token_versions is None:
+        return to_batch(rollout, ids, advantage, pi, version, sync_all=at(rollout.version), centre=centre)
+    rows = torch.full(ids.shape, int(rollout.token_versions[0][0]))
+    for b, row in enumerate(rollout.token_versions):
+        rows[b, len(rollout.prompt_ids[b]) - 1 :][: len(row)] = torch.as_tensor(row)
+    first, *others = torch.unique(rows).tolist()
+    mu = at(first)
+    for other in others:
+        mu = torch.where((rows == other).to(mu.device)[..., None], at(other), mu)
     return to_batch(rollout, ids, advantage, pi, version, sync_all=mu, centre=centre)
 
 
