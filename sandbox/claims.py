@@ -144,7 +144,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "C9",
         "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does not.",
-        "some problem loses more than half of the on-policy gain (lower 95 % limit) under an offset of sd <= .05 nats",
+        "some problem, one designed for it included, loses more than half of the on-policy gain (lower 95 % limit)"
+        " under an offset of sd <= .05 nats",
         0.5,
         remedies.small_numerics_alone,
     ),
