@@ -58,7 +58,8 @@ def source_figure(ax: Axes, table: pl.DataFrame) -> Axes:
 
 def phase_figure(ax: Axes, table: pl.DataFrame) -> Axes:
     """Share of the gain lost against T x KL, token and sequence TIS."""
-    for (name, horizon), rows in table.group_by("correction", "horizon", maintain_order=True):
+    fresh = table.filter(pl.col("period") == 1)
+    for (name, horizon), rows in fresh.group_by("correction", "horizon", maintain_order=True):
         ax.plot(
             rows["t_kl"],
             rows["lost"],

@@ -121,8 +121,8 @@ def designed() -> Problem:
 @lru_cache
 def setting(name: str, seed: int = 0) -> Setting:
     """`machine` and `tree`: the sparse ones of THEORY section 6. `penalised`: the machine with one optimum, KL to the
-    uniform start in the objective. `designed`: of C9, whatever the seed. Step sizes leave 5 updates or more to the uncorrected ess_step of seed 0;
-    `seed` draws the problem and is the root of its runs."""
+    uniform start in the objective. `designed`: C9's, whatever the seed. Step sizes of the first three leave 5 updates
+    or more to the uncorrected ess_step of seed 0; `seed` draws the problem and is the root of its runs."""
     if name == "tree":
         return Setting(
             problems.PRESETS["sparse_tree"](seed).problem, SimConfig(step_size=1.0, batch_size=256, seed=seed)
