@@ -100,7 +100,8 @@ def rate_times_ess(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     measured |= baseline.exactly(seed) | baseline.trained(4 if fast else 16, fast, seed)
     worst = min(gains[:2])
     words = ", ".join(f"{gain[0]:+.2g}" for gain in gains)
-    helped, alarms = measured["tree, never synced: optimal baseline less E[R]"], measured[baseline.ALARMS]
+    alarms = measured[baseline.ALARMS]
+    helped = measured["tree, never synced: optimal baseline (batch) less mean reward"]
     first = "the norm" if alarms[1] > 0 else "the ESS" if alarms[2] < 0 else "neither"
     reason = (
         f"return gained at both periods, at one and at eight times the rate: {words}; by the optimal baseline, never"

@@ -243,13 +243,13 @@ def test_training_with_sequence_weights_is_the_simulator_but_for_its_baseline():
     table = simulate.run(
         problem, np.zeros(problem.shape), replace(cfg, correction=CORRECTIONS["seq_is"]), range(2)
     ).table
-    done = baseline.train_weighted(problem, cfg, 2, optimal=False)
+    done = baseline.train_weighted(problem, cfg, 2, "mean")
     assert_allclose(done.returns[:, 1:].ravel(), table["return"], rtol=1e-9)
     assert_allclose(done.ess.ravel(), table["batch_ess"], rtol=1e-9)
     assert (done.ess[:, -1] < 0.99).all()
 
     # the second update with the optimal baseline, response by response
-    first, two = (baseline.train_weighted(problem, replace(cfg, steps=k), 1, optimal=True) for k in (1, 2))
+    first, two = (baseline.train_weighted(problem, replace(cfg, steps=k), 1, "batch") for k in (1, 2))
     rng = simulate.generators(4, [0])[0]
     rng.normal(size=problem.shape)  # of the discrepancy, 0 here
     x, start, norms = np.zeros(problem.shape), np.full(problem.shape, 1 / 3), []
