@@ -111,8 +111,14 @@ def recursion(
     start: np.ndarray | float,
     steps: int,
 ) -> np.ndarray:
-    """theta_0 .. theta_steps of the recursion itself, theta_k = `start` for k <= 0. (steps + 1, n)"""
+    """theta_0 .. theta_steps of the recursion itself, theta_k = `start` for k <= 0. (steps + 1, n)
+
+    Raises BadInput for steps < 0 or tau < 0.
+    """
     h, m = _square(h, m)
+    for name, value in (("steps", steps), ("tau", tau)):
+        if value < 0:
+            raise BadInput(f"{name} is {value}, expected at least 0")
     theta = np.empty((steps + tau + 1, len(h)))
     theta[: tau + 1] = np.atleast_1d(start)
     for k in range(tau, steps + tau):

@@ -38,7 +38,9 @@ class ToGo(NamedTuple):
 def to_go(problem: Problem, logq: np.ndarray, f: np.ndarray) -> Iterator[ToGo]:
     """Mean and variance under q of what is still to come, from t = T-1 down to 0.
 
-    The variance is the sum of conditional variances, so it never is a difference of large numbers.
+    The variance is the sum of conditional variances, so it never is a difference of large numbers. That is why there
+    is no second route by the matrix of a step: a square around the mean of its own state does not sum over tokens
+    ahead of time, unless as E[x^2] - E[x]^2.
     """
     q = np.exp(logq)
     value = np.zeros((2, *np.broadcast_shapes(q.shape, f.shape)[:-2], problem.shape[0] + 1))

@@ -141,8 +141,10 @@ def refuse(field: str, what: str, values: np.ndarray, bad: np.ndarray) -> None:
 
 
 def bandit(rewards: Any) -> Problem:
-    """K-armed bandit: S = 1, T = 1, reward of each arm. (K,)"""
-    return Problem(np.full((1, len(rewards)), END), np.array([rewards]), horizon=1)
+    """K-armed bandit: S = 1, T = 1, reward of each arm. (K,) Raises BadInput for anything but a list of numbers."""
+    if not isinstance(rewards, list | tuple | np.ndarray) or (isinstance(rewards, np.ndarray) and rewards.ndim != 1):
+        raise BadInput(f"rewards is {reprlib.repr(rewards)}, expected a list of numbers")
+    return Problem(np.full((1, len(rewards)), END), table("rewards", [list(rewards)]), horizon=1)
 
 
 def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:

@@ -118,7 +118,11 @@ def optimum(reached: pl.DataFrame, start: float, threshold: float = 0.5) -> pl.D
     Returns: cost, best_threshold, return_best, return_at (at `threshold`), loss (of it against the best threshold,
         as a share of the best gain over `start`), flat_from and flat_to (thresholds within 1 % of the best gain),
         best_period, return_period.
+    Raises:
+        BadInput: no threshold or no period in `reached`, or none of them `threshold`.
     """
+    if missing := {"threshold", "period"} - set(reached["rule"] if len(reached) else []):
+        raise BadInput(f"reached has no rule of the kind {min(missing)}, expected thresholds and periods")
     rows = []
     for cost in reached["cost"].unique(maintain_order=True):
         here = reached.filter(pl.col("cost") == cost)

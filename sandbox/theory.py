@@ -23,7 +23,7 @@ from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput, positive
 from sandbox.mismatch import RESYNCS, Resync
 from sandbox.policy import draw, log_policy, policies
-from sandbox.problems import Problem
+from sandbox.problems import Problem, table
 
 
 class Prediction(NamedTuple):
@@ -115,12 +115,12 @@ def closed_form(
         n: responses per batch, N; inf leaves out the noise.
         rng, responses: how tr(F Sigma) is estimated where states repeat (`trace_fisher_covariance`).
     Raises:
-        BadInput: a step size that is not finite and positive, n <= 0.
+        BadInput: logits of another shape, a step size that is not finite and positive, n <= 0.
     """
     positive("step_size", step_size)
     if not n > 0:
         raise BadInput(f"n is {n}, expected a number of responses > 0")
-    logp = log_policy(logits)
+    logp = log_policy(table("logits", logits, problem.shape))
     drift = exact.gradient(problem, logp) / exact.advantage_scale(problem, logp, advantage)
     a = step_size**2 * float(fisher_form(logp, exact.occupancy(problem, logp), drift))
     b = step_size**2 * trace_fisher_covariance(problem, logp, advantage, rng, responses) / n

@@ -17,6 +17,7 @@ import math
 
 import numpy as np
 
+from sandbox.errors import BadInput
 from sandbox.problems import END, Problem
 
 SMALLEST = 1e-307  # what underflow of one product may lose
@@ -146,8 +147,10 @@ def values(problem: Problem, logq: np.ndarray, source: np.ndarray) -> np.ndarray
 def past_moments(problem: Problem, logq: np.ndarray, order: int, f: np.ndarray | None = None) -> np.ndarray:
     """E_q[F^m; s_t = s] for m = 0 .. order (at most 2), F the sum before t of f, by default the reward.
 
-    m = 0 is P_q(s_t = s). One policy. (order + 1, T, S)
+    m = 0 is P_q(s_t = s). One policy. (order + 1, T, S) Raises BadInput for another order.
     """
+    if order not in (0, 1, 2):
+        raise BadInput(f"order is {order}, expected 0, 1 or 2")
     q, f = np.exp(logq), problem.reward if f is None else f
     states, horizon = problem.shape[0], problem.horizon
     if small(problem):

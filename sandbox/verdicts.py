@@ -109,15 +109,26 @@ class Setting(NamedTuple):
         return np.zeros(self.problem.shape)
 
 
+def designed() -> Problem:
+    """A problem made for C9, where the discrepancy of one state adds up over a long response: half of the 16 first
+    tokens earn 1, the others end the response; then 255 tokens of one state, one of 16 earning 1 / 255."""
+    transition, reward = np.zeros((2, 16), dtype=int), np.zeros((2, 16))
+    transition[0, :8], transition[0, 8:], transition[1] = 1, problems.END, 1
+    reward[0, :8], reward[1, 0] = 1.0, 1 / 255
+    return Problem(transition, reward, horizon=256)
+
+
 @lru_cache
 def setting(name: str, seed: int = 0) -> Setting:
     """`machine` and `tree`: the sparse ones of THEORY section 6. `penalised`: the machine with one optimum, KL to the
-    uniform start in the objective. Step sizes leave 5 updates or more to the uncorrected ess_step of seed 0;
-    `seed` draws the problem and is the root of its runs."""
+    uniform start in the objective. `designed`: C9's, whatever the seed. Step sizes of the first three leave 5 updates
+    or more to the uncorrected ess_step of seed 0; `seed` draws the problem and is the root of its runs."""
     if name == "tree":
         return Setting(
             problems.PRESETS["sparse_tree"](seed).problem, SimConfig(step_size=1.0, batch_size=256, seed=seed)
         )
+    if name == "designed":
+        return Setting(designed(), SimConfig(step_size=0.1, batch_size=64, seed=seed))
     plain = SimConfig(step_size=0.0625, batch_size=128, seed=seed)
     one_optimum = SimConfig(step_size=1.5, batch_size=128, advantage="centred", penalty=0.01, seed=seed)
     return Setting(problems.PRESETS["machine"](seed).problem, one_optimum if name == "penalised" else plain)
@@ -125,7 +136,7 @@ def setting(name: str, seed: int = 0) -> Setting:
 
 def updates(name: str, fast: bool) -> int:
     """Enough of them for on-policy training to be nearly done; a fourth where it must be fast."""
-    steps = {"machine": 200, "penalised": 300, "tree": 60}[name]
+    steps = {"machine": 200, "penalised": 300, "tree": 60, "designed": 300}[name]
     return steps // 4 if fast else steps
 
 

@@ -1,15 +1,17 @@
 """Arguments that mean nothing are refused in one line that names them, by functions that a user calls directly."""
 
 import numpy as np
+import polars as pl
 import pytest
 
-from sandbox import delay, lag, problems, simulate, theory
+from sandbox import delay, lag, problems, simulate, staleness, theory, transfer
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 
 NONE, RNG = CORRECTIONS["none"], np.random.default_rng
 TREE = problems.sparse_tree(RNG(0), depth=2, vocabulary=3, top=0.4)
 X = np.zeros(TREE.shape)
+REACHED = pl.DataFrame({"cost": [0.0], "rule": ["threshold"], "value": [0.5], "return": [1.0]})  # no period
 ONE = simulate.SimConfig(steps=1)
 
 
@@ -41,6 +43,14 @@ ONE = simulate.SimConfig(steps=1)
         ("step_size", lambda: lag.path(TREE, X, NONE, -0.1, 3)),
         ("steps", lambda: lag.path(TREE, X, NONE, 0.1, -3)),
         ("step_size", lambda: delay.roots(-1.0, 1.0, -0.1, 2)),
+        ("rewards", lambda: problems.bandit(5)),
+        ("rewards", lambda: problems.bandit(np.zeros((2, 2)))),
+        ("logits", lambda: theory.closed_form(TREE, X[:, :2], 0.1, 4)),
+        ("order", lambda: transfer.past_moments(TREE, X, -1)),
+        ("reached", lambda: staleness.optimum(pl.DataFrame(), 0.0)),
+        ("reached", lambda: staleness.optimum(REACHED, 0.0)),
+        ("steps", lambda: delay.recursion(-1.0, 0.0, 0.0, 0.1, 0, 1.0, -2)),
+        ("tau", lambda: delay.recursion(-1.0, 0.0, 0.0, 0.1, -1, 1.0, 2)),
         ("step_size", lambda: delay.margin(-1.0, 1.0, 0.0, 2)),
     ],
 )
@@ -48,5 +58,5 @@ def test_refused_by_name(field, call):
     with pytest.raises(BadInput) as raised:
         call()
     message = str(raised.value)
-    assert message.startswith(f"{field} is ")
+    assert message.startswith((f"{field} is ", f"{field} has "))
     assert "\n" not in message

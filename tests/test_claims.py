@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from realmodel import cli
-from sandbox import claims, exact, neighbours, remedies, sources, verdicts
-from sandbox.corrections import CIS
+from sandbox import baseline, claims, exact, neighbours, remedies, simulate, sources, verdicts
+from sandbox.corrections import CIS, CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.policy import policies
 from sandbox.problems import PRESETS, sparse_tree
@@ -216,7 +216,7 @@ def test_spread_by_a_loop_over_responses_and_the_optimal_baseline_is_the_least()
     problem = sparse_tree(np.random.default_rng(2), depth=2, vocabulary=3, top=0.4)
     rng = np.random.default_rng(3)
     now = policies(rng.normal(0.3, 1, problem.shape), rng.normal(0.3, 1, problem.shape))
-    found = neighbours.spread(problem, now)
+    found = baseline.spread(problem, now)
 
     def variance(baseline: float) -> float:
         second, mean = 0.0, np.zeros(problem.shape)
@@ -235,3 +235,43 @@ def test_spread_by_a_loop_over_responses_and_the_optimal_baseline_is_the_least()
     assert_allclose(found.plain, variance(found.baseline), rtol=1e-12)
     assert_allclose(found.least, variance(found.optimal), rtol=1e-12)
     assert found.least < min(variance(found.optimal - 0.01), variance(found.optimal + 0.01))
+
+
+def test_training_with_sequence_weights_is_the_simulator_but_for_its_baseline():
+    problem = sparse_tree(np.random.default_rng(2), depth=2, vocabulary=3, top=0.4)
+    cfg = simulate.SimConfig(step_size=2.0, batch_size=8, steps=5, advantage="centred", seed=4)
+    table = simulate.run(
+        problem, np.zeros(problem.shape), replace(cfg, correction=CORRECTIONS["seq_is"]), range(2)
+    ).table
+    done = baseline.train_weighted(problem, cfg, 2, "mean")
+    assert_allclose(done.returns[:, 1:].ravel(), table["return"], rtol=1e-9)
+    assert_allclose(done.ess.ravel(), table["batch_ess"], rtol=1e-9)
+    assert (done.ess[:, -1] < 0.99).all()
+
+    # the second update with the optimal baseline, response by response
+    first, two = (baseline.train_weighted(problem, replace(cfg, steps=k), 1, "batch") for k in (1, 2))
+    rng = simulate.generators(4, [0])[0]
+    rng.normal(size=problem.shape)  # of the discrepancy, 0 here
+    x, start, norms = np.zeros(problem.shape), np.full(problem.shape, 1 / 3), []
+    for _ in range(2):
+        p = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+        drawn = []
+        for u in rng.random((8, 2)):
+            a = int(3 * u[0])
+            path, score = [(0, a), (1 + a, int(3 * u[1]))], np.zeros(problem.shape)
+            for s, token in path:
+                score[s] -= p[s]
+                score[s, token] += 1
+            weight = math.prod(p[pair] / start[pair] for pair in path)
+            drawn.append((weight, problem.reward[path[1]], score))
+        heavy = [(w**2 * (score**2).sum(), reward) for w, reward, score in drawn]
+        b = sum(h * reward for h, reward in heavy) / sum(h for h, _ in heavy)
+        update = sum(w * (reward - b) * score for w, reward, score in drawn) / 8
+        norms.append(np.linalg.norm(update))
+        x = x + 2.0 * update
+    assert_allclose(two.norm[0], norms, rtol=1e-9)
+    assert first.returns[0, 1] == two.returns[0, 1]
+
+
+def test_an_alarm_is_dated_by_its_first_update():
+    assert baseline.alarm(np.array([[False, True, True], [False, False, False]])).tolist() == [2, math.inf]
