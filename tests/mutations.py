@@ -49,7 +49,7 @@ TESTS = {
     "staleness": "staleness",
     "derivations": "derivations",
     "kernels": "simulate",
-    "simulate": "simulate",
+    "simulate": "simulate bad_arguments",
     "mismatch": "mismatch simulate",
     "policy": "exact_report problems simulate",
     "enumeration": "exact_report exact",
