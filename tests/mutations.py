@@ -50,7 +50,7 @@ TESTS = {
     "staleness": "staleness",
     "derivations": "derivations",
     "kernels": "simulate",
-    "simulate": "simulate",
+    "simulate": "simulate bad_arguments",
     "mismatch": "mismatch simulate",
     "policy": "exact_report problems simulate",
     "enumeration": "exact_report exact",
@@ -165,7 +165,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as kept:
         for name in names:
             copy = Path(kept) / name
-            for part in ("sandbox", "tests", "realmodel", "benchmarks", "pyproject.toml"):
+            for part in ("sandbox", "tests", "realmodel", "benchmarks", "notebooks", "pyproject.toml", "README.md"):
                 whole = (ROOT / part).is_dir()
                 (shutil.copytree if whole else shutil.copy)(ROOT / part, copy / part) if whole else shutil.copy(
                     ROOT / part, copy

@@ -281,3 +281,26 @@ def test_impossible_configs_are_refused(change, message):
 def test_logits_of_another_shape_are_refused(machine):
     with pytest.raises(BadInput, match="logits has shape"):
         simulate.run(machine, np.zeros((2, 2)), SimConfig(steps=1))
+
+
+@pytest.mark.parametrize("name", ["none", "dlc", "seq_tis"])
+def test_responses_that_end_early_train_as_their_batch_says(name):
+    """A machine whose second token often ends: a step of two runs against drawing and updating, run by run."""
+    rng = np.random.default_rng(3)
+    transition = np.array([[1, problems.END, 2], [problems.END, 2, 0], [1, 0, problems.END]])
+    problem = Problem(transition, rng.normal(0.4, 1, (3, 3)), horizon=9, initial=1)
+    cfg = SimConfig(ALL[name], discrepancy=ConstantOffset(0.3), batch_size=16, step_size=0.5, steps=3, seed=2)
+    rngs, again = (simulate.generators(2, [1, 4]) for _ in range(2))
+    logits = rng.normal(0.2, 0.7, (3, 3))
+    state = simulate.init(rngs, problem, logits, cfg)
+    simulate.init(again, problem, logits, cfg)
+    for _ in range(3):
+        pairs = draw(problem, state.policies.rollout, np.stack([r.random((16, 9)) for r in again]))
+        lengths = (pairs >= 0).sum(axis=-1)
+        assert 1 < lengths.mean() < 9
+        expected = state.trainer + 0.5 * simulate.update(problem, state.policies, pairs, cfg)
+        lag = (state.policies.train - state.policies.sync).reshape(2, -1)
+        sums = [[lag[run][x[x >= 0]].sum() for x in rows] for run, rows in enumerate(pairs)]
+        state, info = simulate.step(rngs, problem, state, cfg)
+        assert_allclose(state.trainer, expected, rtol=1e-10, atol=1e-12)
+        assert_allclose(info.batch_ess, diagnostics.ess(np.array(sums)), rtol=1e-10)
