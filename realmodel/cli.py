@@ -251,6 +251,36 @@ def claims(
     _print(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
 
 
+def diagnose(
+    dumps: tyro.conf.Positional[tuple[Path, ...]],
+    format: str | None = None,
+    map: tuple[str, ...] = (),
+    lag: int | None = None,
+    trust_pickle: bool = False,
+    out: Kept = None,
+    json: Json = False,
+) -> None:
+    """Verdict on the dumps of a run: numerics, lag, or a bug; what to change; --out keeps report.html.
+
+    Args:
+        dumps: files or folders: a run of ours, NeMo-RL, prime-rl, slime, miles, or any Parquet or JSON lines.
+        format: nemo_rl, prime_rl, slime, parquet or jsonl, instead of telling it from the content.
+        map: canonical=theirs, names of columns.
+        lag: versions every token is behind, where the dump does not say so.
+        trust_pickle: run whatever a pickle contains.
+    """
+    from realmodel import diagnosis
+
+    folder = None if out is None else _folder(out, "diagnose")
+    outcome, table = diagnosis.run(dumps, format, map, lag, trust_pickle)
+    if folder is not None:
+        results.create_run(folder, {"dumps": [str(dump) for dump in dumps], "map": list(map), "lag": lag})
+        results.write_json(folder / "diagnosis.json", outcome)
+        results.write_text(folder / "report.html", diagnosis.page(outcome, table))
+        results.finish_run(folder)
+    _print(sys.stdout, outcome, json, diagnosis.tables(outcome))
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -259,6 +289,7 @@ def main() -> int:
         commands = {
             "claims": claims,
             "demo": demo,
+            "diagnose": diagnose,
             "exact": exact,
             "predict": predict,
             "simulate": simulate,

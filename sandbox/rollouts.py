@@ -154,14 +154,17 @@ def _vector(row: Mapping[str, Any], name: str) -> np.ndarray | None:
     value = row.get(name)
     if value is None:
         return None
-    if isinstance(value, list | tuple):
-        value = [MISSING if x is None else x for x in value]
-        if any(isinstance(x, str | bytes | list | dict | tuple) for x in value):
-            raise _Refuse("malformed", f"{name} has an entry that is not a number")
-    elif not isinstance(value, np.ndarray):
+    if not isinstance(value, list | tuple | np.ndarray):
         raise _Refuse("malformed", f"{name} is {type(value).__name__}, expected a list of numbers")
     try:
-        vector = np.array(value, dtype=np.float64)
+        vector = np.array(value) if len(value) else np.zeros(0)
+        if vector.dtype.kind == "O":  # nulls, or things that are no numbers
+            if any(isinstance(x, str | bytes | list | dict | tuple) for x in vector):
+                raise _Refuse("malformed", f"{name} has an entry that is not a number")
+            vector = np.array([MISSING if x is None else x for x in vector], dtype=np.float64)
+        if vector.dtype.kind not in "fiub":
+            raise _Refuse("malformed", f"{name} has an entry that is not a number")
+        vector = vector.astype(np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise _Refuse("malformed", f"{name} has an entry that is not a number") from error
     if vector.ndim != 1:
@@ -277,4 +280,6 @@ def need(rollouts: Rollouts) -> None:
     """Raises BadInput where no row is left to analyse, naming the first reason."""
     if not rollouts.n:
         first = rollouts.refused[0] if rollouts.refused else None
-        raise BadInput(f"no row can be analysed: {first.sample_id}: {first.reason}" if first else "the dump has no rows")
+        raise BadInput(
+            f"no row can be analysed: {first.sample_id}: {first.reason}" if first else "the dump has no rows"
+        )
