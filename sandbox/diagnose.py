@@ -143,9 +143,9 @@ def staleness(rollouts: Rollouts, d: np.ndarray, known: np.ndarray, lag: np.ndar
                 {"coverage": float(stamped.mean()), "n_tokens": int(mask.sum())},
             )
         )
-    version = rollouts.version_rollout
-    row = rollouts.row
-    change = mask[1:] & mask[:-1] & (row[1:] == row[:-1]) & (np.abs(np.diff(version)) > 0)
+    stamps = mask & np.isfinite(rollouts.version_rollout)
+    version, row = rollouts.version_rollout[stamps], rollouts.row[stamps]
+    change = (row[1:] == row[:-1]) & (version[1:] != version[:-1])
     if change.any():
         evidence = {"rows": len(np.unique(row[1:][change])), "of": rollouts.n}
         what = "responses were continued across a sync: read the lag token by token, the ratio of a response mixes them"
@@ -153,7 +153,8 @@ def staleness(rollouts: Rollouts, d: np.ndarray, known: np.ndarray, lag: np.ndar
     if not known.any():
         return findings
     step, square = step_means(rollouts, np.square(d), known)
-    if len(square) >= 6 and (cycle := resets(square)):
+    cycle = resets(square) if len(square) >= 6 else None
+    if cycle is not None:
         findings.append(
             Finding(
                 "hidden_staleness",
@@ -207,11 +208,15 @@ def constancy(rollouts: Rollouts, d: np.ndarray, use: np.ndarray) -> list[Findin
     for name, x in (("step", rollouts.rows["step"]), ("length", lengths.astype(float))):
         ok = alive & np.isfinite(x)
         if ok.sum() >= 40 and np.ptp(x[ok]) > 0:
-            rho, p = stats.spearmanr(x[ok], per_row[ok])
+            correlation: Any = stats.spearmanr(x[ok], per_row[ok])
             low, high = np.quantile(x[ok], [0.25, 0.75])
             first, last = per_row[ok & (x <= low)].mean(), per_row[ok & (x >= high)].mean()
-            if p < 1e-6 and not 0.5 <= last / max(first, 1e-30) <= 2:
-                profile[name] = {"first_quarter": float(first), "last_quarter": float(last), "spearman": float(rho)}
+            if correlation.pvalue < 1e-6 and not 0.5 <= last / max(first, 1e-30) <= 2:
+                profile[name] = {
+                    "first_quarter": float(first),
+                    "last_quarter": float(last),
+                    "spearman": float(correlation.statistic),
+                }
     if tokens >= 1000 and (longest := int(position[use].max())) >= 8:
         first, last = square[use & (position < longest / 4)], square[use & (position >= 3 * longest / 4)]
         if min(len(first), len(last)) >= 100:

@@ -39,7 +39,8 @@ def fit_temperature(logp: np.ndarray, other: np.ndarray) -> float:
     def divergence(log_temperature: float) -> float:
         return -float((p * log_softmax(logp / math.exp(log_temperature), axis=-1)).sum())
 
-    return math.exp(float(minimize_scalar(divergence, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9}).x))
+    fit: Any = minimize_scalar(divergence, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    return math.exp(float(fit.x))
 
 
 def check(rollouts: Rollouts, base: np.ndarray, known: np.ndarray) -> list[Finding]:
@@ -201,7 +202,8 @@ def recomputed_old(rollouts: Rollouts) -> Finding | None:
     if stale.sum() < 1:
         return None
     pi, moved = rollouts.logp_train[stale], rollouts.logp_rollout[stale] != rollouts.logp_train[stale]
-    for name in ("logp_sync", "logp_old"):
+    # beside a true logp_sync, an "old" of the start of the batch is as it should be
+    for name in ("logp_sync",) if rollouts.logp_sync is not None else ("logp_old",):
         old = getattr(rollouts, name)
         if old is not None and moved.any() and np.array_equal(old[stale], pi):
             return Finding(
