@@ -286,6 +286,33 @@ def compare(
         show(stdout, outcome, json, tables)
 
 
+def diagnose(
+    dumps: tyro.conf.Positional[tuple[Path, ...]],
+    format: str | None = None,
+    map: tuple[str, ...] = (),
+    lag: int | None = None,
+    trust_pickle: bool = False,
+    out: Kept = None,
+    json: Json = False,
+) -> None:
+    """Verdict on the dumps of a run: numerics, lag, or a bug; what to change; --out keeps report.html.
+
+    Args:
+        dumps: files or folders: a run of ours, NeMo-RL, prime-rl, slime, miles, or any Parquet or JSON lines.
+        format: nemo_rl, prime_rl, slime, parquet or jsonl, instead of telling it from the content.
+        map: canonical=theirs, names of columns.
+        lag: versions every token is behind, where the dump does not say so.
+        trust_pickle: run whatever a pickle contains.
+    """
+    from realmodel import diagnosis
+
+    folder = None if out is None else run_folder(out, "diagnose")
+    outcome, table = diagnosis.run(dumps, format, map, lag, trust_pickle)
+    if folder is not None:
+        diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, table)
+    show(sys.stdout, outcome, json, diagnosis.tables(outcome))
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -295,6 +322,7 @@ def main() -> int:
             "claims": claims,
             "compare": compare,
             "demo": demo,
+            "diagnose": diagnose,
             "exact": exact,
             "predict": predict,
             "simulate": simulate,
