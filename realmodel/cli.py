@@ -6,10 +6,8 @@ its libraries print goes to standard error.
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,8 +21,6 @@ from rich.table import Table
 
 from sandbox import report, results
 from sandbox.errors import BadInput
-
-NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
 Kept = Annotated[Path | None, tyro.conf.arg(help="folder to keep the outcome in; none by default", metavar="DIR")]
@@ -40,7 +36,7 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
     """
     if seeds < 1:
         raise BadInput(f"seeds is {seeds}, expected 1 or more")
-    folder = _folder(out, "demo")
+    folder = results.new_folder(out, "demo")
     with _quiet_stdout() as stdout, _bar() as bar:
         from realmodel import demo as demos  # torch and transformers take seconds to import
 
@@ -87,7 +83,7 @@ def predict(
 
         from sandbox import plots
 
-        folder = results.create_run(_folder(out, "predict"), asked)
+        folder = results.create_run(results.new_folder(out, "predict"), asked)
         results.write_json(folder / "predict.json", outcome)
         results.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
         results.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
@@ -121,7 +117,7 @@ def sweep(
         raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
     if resume and out is None:
         raise BadInput("--resume needs --out, the folder to go on with")
-    folder = out if resume and out is not None else _folder(out, config.stem)
+    folder = out if resume and out is not None else results.new_folder(out, config.stem)
     with _bar() as bar:
         task = bar.add_task("tasks", total=None)
 
@@ -145,7 +141,7 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     from sandbox import sweep as grids
 
     settings = configs.load(config, grids.SweepConfig)
-    folder = None if out is None else _folder(out, config.stem)
+    folder = None if out is None else results.new_folder(out, config.stem)
     steps, row = grids.one(settings)
     if folder is not None:
         results.create_run(folder, configs.resolved(settings))
@@ -177,7 +173,9 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
         else:
             settings = configs.load(config, loop.RunConfig)
             older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
-            folder = older[-1] if older else out if resume and out and out.is_dir() else _folder(out, config.stem)
+            folder = (
+                older[-1] if older else out if resume and out and out.is_dir() else results.new_folder(out, config.stem)
+            )
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
         path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
@@ -205,7 +203,7 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
     from sandbox import exact_report, problem_json
 
     case = problem_json.named(problem)
-    folder = None if out is None else _folder(out, "exact")
+    folder = None if out is None else results.new_folder(out, "exact")
     outcome = exact_report.summary(case, matrices)
     if folder is not None:
         results.create_run(folder, {"problem": problem, "matrices": matrices})
@@ -235,7 +233,7 @@ def claims(
         raise BadInput(f"seed is {seed}, expected 0 or more")
 
     wanted = tested.chosen(names)
-    folder = None if out is None else _folder(out, "claims")
+    folder = None if out is None else results.new_folder(out, "claims")
     rows = []
     with _bar() as bar:
         task = bar.add_task("starting", total=len(wanted))
@@ -271,7 +269,7 @@ def diagnose(
     """
     from realmodel import diagnosis
 
-    folder = None if out is None else _folder(out, "diagnose")
+    folder = None if out is None else results.new_folder(out, "diagnose")
     outcome, table = diagnosis.run(dumps, format, map, lag, trust_pickle)
     if folder is not None:
         results.create_run(folder, {"dumps": [str(dump) for dump in dumps], "map": list(map), "lag": lag})
@@ -314,23 +312,6 @@ def _interrupt(*_: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a second one would cut the first one's tidying short
     raise KeyboardInterrupt
-
-
-def _folder(out: Path | None, name: str) -> Path:
-    """The run folder to make, refused before any work where it holds something or its disk is full."""
-    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    except OSError as error:
-        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise BadInput(f"run folder {folder} cannot be made: {existing} is not a folder that can be written to")
-    free = shutil.disk_usage(existing).free / 1e6
-    if free < NEEDED_MB:
-        raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
-    return folder
 
 
 @contextmanager

