@@ -127,8 +127,9 @@ def collect(rows: Iterable[Mapping[str, Any] | Refused], lag: int | None = None)
     lengths = [len(one.mask) for one in good]
 
     def flat(name: str) -> np.ndarray:
-        missing = [np.full(n, math.nan) for n in lengths]
-        return np.concatenate([np.zeros(0), *(one.values.get(name, no) for one, no in zip(good, missing, strict=True))])
+        """Taken out of the rows, so that a column is not held twice."""
+        parts = [one.values.pop(name) if name in one.values else np.full(len(one.mask), math.nan) for one in good]
+        return np.concatenate([np.zeros(0), *parts])
 
     def optional(name: str) -> np.ndarray | None:
         return flat(name) if any(name in one.values for one in good) else None

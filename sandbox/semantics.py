@@ -19,6 +19,7 @@ SEMANTIC = ("temperature", "raw_logprobs", "truncated_support", "shift", "retoke
             "double_correction", "recomputed_old")  # fmt: skip
 SLOPE = 0.02  # a slope of log mu on log q this far from 1 is a temperature, where it explains d
 EXPLAINED = 0.5  # share of Var d that the slope must explain
+MOST = 1_000_000  # tokens that the tests of means and grids read, evenly spaced
 ENOUGH = 50  # tokens that a test of means needs
 
 
@@ -51,14 +52,16 @@ def check(rollouts: Rollouts, base: np.ndarray, known: np.ndarray) -> list[Findi
         known: tokens whose `base` is the trainer at the sampler's weights. bool (N,)
     """
     use = rollouts.mask & (known if known.any() else rollouts.mask) & np.isfinite(base)
-    q, mu = rollouts.logp_rollout[use], base[use]
+    some = np.flatnonzero(use)
+    some = some[:: max(1, len(some) // MOST)]
+    q, mu = rollouts.logp_rollout[some], base[some]
     findings = []
     shifted = shift(rollouts, base, use)
     if not shifted:
         findings += [f for f in (temperature(q, mu), truncated_support(q, mu)) if f]
     findings += [shifted] if shifted else []
     findings += rows(rollouts)
-    findings += [f for name in ("logp_rollout", "logp_train") if (f := grid(name, getattr(rollouts, name)[use]))]
+    findings += [f for name in ("logp_rollout", "logp_train") if (f := grid(name, getattr(rollouts, name)[some]))]
     return findings + [f for f in (recomputed_old(rollouts), double_correction(rollouts)) if f]
 
 

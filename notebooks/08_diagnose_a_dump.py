@@ -1,0 +1,94 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Diagnose a dump
+#
+# A dump holds, token by token, what the sampler and the trainer thought of the same response. Is their mismatch
+# numerics, lag, or a bug? `mismatch diagnose DUMP` answers on the command line; here are its steps, one by one.
+
+# %%
+import numpy as np
+
+from sandbox import judgement, semantics
+from sandbox.diagnose import decompose, diagnose, reference
+from sandbox.rollouts import collect
+
+rng = np.random.default_rng(0)
+
+
+def response(step: int, behind: int) -> dict:
+    """40 tokens drawn `behind` versions ago: d has sd .01, g grows with the lag."""
+    q = -rng.exponential(0.7, 40) - 0.5
+    mu = q + 0.01 * rng.standard_normal(40)
+    pi = mu + 0.02 * behind * rng.standard_normal(40)
+    stamps = {"step": step, "version_rollout": step - behind, "version_train": step}
+    return stamps | {"logp_rollout": q, "logp_sync": mu, "logp_train": pi, "reward": 1.0}
+
+
+rows = [response(10 + i // 32, i % 5) for i in range(320)]
+
+# %% [markdown]
+# **Refuse, do not guess.** Two rows get a defect: a token without a log-prob, and a stamp from the future. The first
+# loses a token, the second is refused, each with its reason; everything else is analysed.
+
+# %%
+rows[3]["logp_rollout"][7] = -9999
+rows[4]["version_rollout"] = 99
+table = collect(rows)
+for refused in table.refused:
+    print(refused.sample_id, refused.reason)
+assert [r.code for r in table.refused] == ["placeholder", "negative_lag"]
+assert table.n == 319
+
+# %% [markdown]
+# **Semantics before statistics.** Nothing is shifted, tempered or truncated here.
+
+# %%
+base, known, lag = reference(table)
+findings = semantics.check(table, base, known)
+assert {f.code for f in findings} == {"placeholder", "negative_lag"}
+
+# %% [markdown]
+# **Numerics against lag.** The identity t = d + g holds token by token, so the mean squares add up with the cross term.
+
+# %%
+t = np.where(table.mask, table.logp_train - table.logp_rollout, 0)
+d = np.where(table.mask, base - table.logp_rollout, 0)
+split = decompose(t, d, t - d, table.mask, known, lag)
+print({name: split[name] for name in ("discrepancy", "lag", "cross_term", "total", "lag_share")})
+assert np.isclose(split["discrepancy"] + split["lag"] + split["cross_term"], split["total"])
+assert abs(split["discrepancy"] - 1e-4) < 1e-5  # sd .01
+
+# %% [markdown]
+# **Judgement.** ESS with n, interval and Pareto k; the predicted `ess_step`; a verdict with advice.
+
+# %%
+print(judgement.both_ess(table, t)["sequence"])
+outcome = diagnose(table)
+print(outcome["verdict"], *outcome["advice"], sep="\n- ")
+assert outcome["verdict"] == "lag"
+
+# %% [markdown]
+# The same rows without `logp_sync` and without any token of lag 0: no split exists, and the verdict says so.
+
+# %%
+blind = [{k: v for k, v in row.items() if k != "logp_sync"} for row in rows if row["version_rollout"] < row["step"]]
+assert diagnose(collect(blind))["verdict"] == "not_identifiable"
+
+# %% [markdown]
+# A sampler at temperature 0.7 whose trainer does not know it: a bug, and no correction is advised before its repair.
+
+# %%
+hot = [row | {"logp_sync": 0.7 * row["logp_rollout"], "logp_train": 0.7 * row["logp_rollout"]} for row in rows[10:]]
+wrong = diagnose(collect(hot))
+print(wrong["verdict"], wrong["advice"])
+assert wrong["verdict"] == "semantics"
