@@ -4,7 +4,6 @@ Parquet: seconds and peak memory of the whole command. JSON lines: seconds over 
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,8 @@ def measure(path: Path) -> None:
     start = time.perf_counter()
     outcome, _ = diagnosis.run((path,), None, (), None, False)
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # not ru_maxrss, which a child inherits from the parent that made the table
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
     print(f"{path.suffix}: {outcome['n_tokens']} tokens, {seconds:.1f} s, peak {peak:.2f} GiB")
     if path.suffix == ".jsonl":
         start = time.perf_counter()
