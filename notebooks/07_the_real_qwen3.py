@@ -94,10 +94,9 @@ def draw(rate: float, dtype: str, correction: str, seed: int) -> Figure:
     row = chosen.row(0, named=True)
     curve = curves.filter(run=row["run"])
     later = curve.filter(pl.col("k") > 0)
-    fit = collapse.fit_collapse(later["k"].to_numpy(), later["var_log_ratio"].to_numpy(), horizon=row["updates"])
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    fits = {correction: (fit.a, fit.b)} if math.isfinite(fit.a) else {}
+    fits = {correction: (row["a"], row["b"])} if math.isfinite(row["a"]) else {}
     plots.variance_fit(left, {correction: later}, fits, collapse.var_threshold(0.5) * collapse.FIT_SHARE)
     margin = 1.96 * pl.col("ess_se")
     band = curve.select("ess", step="k", low=pl.col("ess") - margin, high=pl.col("ess") + margin)

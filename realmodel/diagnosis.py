@@ -79,7 +79,7 @@ def figures(outcome: dict[str, Any], table: rollouts.Rollouts) -> list[tuple[str
     steps = outcome["by_step"]
     if len(steps) > 1:
         x = [row["step"] for row in steps]
-        figure = Figure(figsize=(7, 3))
+        figure = Figure(figsize=(7, 3), layout="constrained")
         ax = figure.subplots()
         for name in ("discrepancy", "lag"):
             if outcome["identifiable"]:
@@ -88,7 +88,7 @@ def figures(outcome: dict[str, Any], table: rollouts.Rollouts) -> list[tuple[str
         ax.set(xlabel="step", ylabel="mean square, nats²; k3, nats")
         ax.legend()
         drawn.append(("The split over steps", "Per token, trainer minus sampler, raw.", plots.svg(figure)))
-        figure = Figure(figsize=(7, 3))
+        figure = Figure(figsize=(7, 3), layout="constrained")
         ax = figure.subplots()
         low, high = np.array([row["ess_interval"] for row in steps], float).T
         ax.fill_between(x, low, high, alpha=0.3)
@@ -102,7 +102,7 @@ def figures(outcome: dict[str, Any], table: rollouts.Rollouts) -> list[tuple[str
         drawn.append(("ESS by step", "With its 90% bootstrap interval; small samples flatter it.", plots.svg(figure)))
     t = (table.logp_train - table.logp_rollout)[table.mask]
     t = t[np.isfinite(t)]
-    figure = Figure(figsize=(7, 3))
+    figure = Figure(figsize=(7, 3), layout="constrained")
     ax = figure.subplots()
     if len(t):
         ax.hist(t, bins=100, log=True)
@@ -113,7 +113,7 @@ def figures(outcome: dict[str, Any], table: rollouts.Rollouts) -> list[tuple[str
     bins = np.minimum(position * 50 // max(int(position.max()) + 1, 50), 49)
     n = np.bincount(bins[table.mask], minlength=50)
     square = np.bincount(bins[table.mask], np.minimum(every[table.mask] ** 2, 1e4), minlength=50)
-    figure = Figure(figsize=(7, 3))
+    figure = Figure(figsize=(7, 3), layout="constrained")
     ax = figure.subplots()
     ax.plot(np.flatnonzero(n) * max(int(position.max()) + 1, 50) / 50, (square / np.maximum(n, 1))[n > 0])
     ax.set(xlabel="position in the row, tokens", ylabel="mean t², nats²")

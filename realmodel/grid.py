@@ -133,6 +133,8 @@ def rows(grid: Grid, folder: Path) -> pl.DataFrame:
                 "observed_low": told["observed_interval"][0],
                 "observed_high": told["observed_interval"][1],
                 "failure_step": told["failure_step"],
+                "a": fit.a,
+                "b": fit.b,
                 "quadratic": fit.ess_step,
                 "curved": curved.ess_step,
                 "twin": twin(fit, run.config.correction, horizon, grid.threshold),

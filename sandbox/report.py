@@ -17,6 +17,7 @@ TEMPLATE = """<!doctype html>
  th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
  th { border-bottom: 2px solid #888; vertical-align: bottom; white-space: normal; min-width: 4.5rem; }
  th:first-child, td:first-child { text-align: left; }
+ td.text { text-align: left; white-space: normal; min-width: 24rem; max-width: 48rem; }
  figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; }
  footer { margin-top: 3rem; border-top: 1px solid #ddd; font-size: 12px; color: #555; overflow-wrap: anywhere; }
 </style></head><body>
@@ -28,7 +29,9 @@ TEMPLATE = """<!doctype html>
 {% if section.rows %}<div class="wide"><table><thead><tr>
 {% for name in section.rows[0] %}<th>{{ name | replace('_', ' ') }}</th>{% endfor %}
 </tr></thead><tbody>
-{% for row in section.rows %}<tr>{% for value in row.values() %}<td>{{ value | cell }}</td>{% endfor %}</tr>
+{% for row in section.rows %}<tr>{% for value in row.values() %}
+{% set prose = value is string and value | length > 40 %}
+<td{{ ' class=text' if prose }}>{{ value | cell }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>{% endif %}
 {% if section.figure %}<figure>{{ section.figure | safe }}</figure>{% endif %}
 {% endfor %}
