@@ -30,9 +30,9 @@ def sources_figure(ax: Axes, table: pl.DataFrame) -> Axes:
 
 def parts_figure(ax: Axes, table: pl.DataFrame) -> Axes:
     """Size of the four parts of the bias over that of the gradient, against the horizon."""
-    for part in ("leading", "within_token", "prefix", "downstream"):
-        ax.plot(table["horizon"], table[part] / table["gradient"], "o-", markersize=3, label=part.replace("_", " "))
-    ax.set(xlabel="horizon T (tokens)", ylabel="part of the bias over the gradient", xscale="log", yscale="log")
+    for part, style in PARTS.items():
+        ax.plot(table["horizon"], table[part] / table["gradient"], label=part.replace("_", " "), **style)
+    ax.set(xlabel="horizon T (tokens)", ylabel="part of the bias over the gradient", xscale="log", ylim=(0, None))
     return ax
 
 
