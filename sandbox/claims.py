@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from sandbox import neighbours, remedies, report, results, sources
 from sandbox.errors import BadInput
-from sandbox.plots import STYLES, label, svg
+from sandbox.plots import PARTS, STYLES, label, svg
 from sandbox.verdicts import Claim, Verdict
 
 
