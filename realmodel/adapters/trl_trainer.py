@@ -120,7 +120,7 @@ class MismatchGRPOTrainer(GRPOTrainer):
         rejected = (batch.mask & ~corrected.keep).sum() / tokens
         self._metrics[mode]["mismatch/rejected"].append(rejected.item())
         if mode == "train":
-            self._log_weights.append(sequence_log_weight(batch, "lag")[batch.mask.any(-1)])
+            self._log_weights.append(sequence_log_weight(batch, "lag"))
             if self.accelerator.sync_gradients:
                 self._decide()
         return loss

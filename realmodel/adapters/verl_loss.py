@@ -77,7 +77,7 @@ def lag_sums(batch: Batch) -> dict[str, float]:
     cancels. Linear, for a mean of logarithms would be of no use: they overflow where log r > 177, and the ESS, then
     undefined, syncs. Rows without a token (verl's padding) do not count.
     """
-    r = sequence_log_weight(batch, "lag")[batch.mask.any(-1)].double().exp()
+    r = sequence_log_weight(batch, "lag").double().exp()
     return {f"mismatch/lag_r{k}": (r**k).sum().item() for k in POWERS} | {"mismatch/lag_n": float(len(r))}
 
 
@@ -107,8 +107,7 @@ def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[Data
     else:
         carried = torch.where(seen.mask, q, 0.0)
     metrics = {f"rollout_corr/{key}": float(value) for key, value in METRICS["verl"](seen).items()}
-    counted = seen.mask.any(-1)
-    metrics["rollout_corr/sequence_ess"] = float(ess(sequence_log_weight(seen, "discrepancy")[counted].double()))
+    metrics["rollout_corr/sequence_ess"] = float(ess(sequence_log_weight(seen, "discrepancy").double()))
     return batch.union(DataProto.from_dict(tensors={"rollout_is_weights": carried})), metrics
 
 
