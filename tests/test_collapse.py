@@ -189,3 +189,13 @@ def test_failure_step_of_exact_returns_counts_the_seeds_alone():
     difference, error = collapse.shortfall(middle - drop, [up, down])
     assert difference[7] == pytest.approx(0.011)
     assert error[7] == pytest.approx(math.sqrt(8e-6 * 1.5))
+
+
+def test_a_shortfall_needs_two_on_policy_runs_and_takes_more():
+    run = np.full((6, 1), 0.5)
+    others = [np.full((6, 1), 0.7 + 0.01 * i) for i in range(3)]
+    with pytest.raises(BadInput):
+        collapse.shortfall(run, others[:1])
+    for n in (2, 3):
+        below, _ = collapse.shortfall(run, others[:n])
+        assert np.allclose(below, np.mean([x[0] for x in others[:n]]) - 0.5)
