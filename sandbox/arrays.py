@@ -59,8 +59,10 @@ def masked_mean(x: Array, mask: Array, axis: int | None = None, keepdims: bool =
 
 
 def logsumexp(x: Array, axis: int = -1, keepdims: bool = False) -> Array:
-    """log sum exp(x) along `axis`; -inf where every entry is -inf."""
+    """log sum exp(x) along `axis`; -inf where every entry is -inf, or where there is none."""
     xp = namespace(x)
+    if x.shape[axis] == 0:
+        return xp.sum(x, axis=axis, keepdims=keepdims) - math.inf
     top = xp.max(x, axis=axis, keepdims=True)
     top = detach(masked(top, xp.isfinite(top)))
     total = xp.sum(xp.exp(x - top), axis=axis, keepdims=True)

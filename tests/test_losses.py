@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,19 @@ def test_nothing_to_learn_from_is_loss_zero_gradient_zero(loss: str, denominator
     assert account["alarm"] == expected
     assert account["rejected_fraction"] == (1.0 if case == "all rejected" else 0.0)
     assert account["loss_fixed"] == account["loss_kept"] == 0.0
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 4), (3, 0)])
+def test_a_batch_without_rows_or_columns_is_legal_for_every_preset(rows, width):
+    batch = random_batch(4, 5)
+    empty = Batch(
+        **{name: x[:rows, : min(width, x.shape[1])] for name, x in vars(batch).items() if hasattr(x, "shape")}
+    )
+    empty = replace(empty, advantage=batch.advantage[:rows])
+    for name, rule in PRESETS.items():
+        loss = losses.reinforce(empty, rule(empty))
+        assert float(loss.detach()) == 0.0, name
+        assert losses.accounts(empty, rule(empty))["alarm"] == "the mask counts no token"
 
 
 def test_accounts_report_both_denominators_and_wild_weights():
