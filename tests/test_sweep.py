@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,15 +116,15 @@ def test_a_killed_sweep_goes_on_with_what_is_missing(table, tmp_path):
     assert config.load(toml, SweepConfig) == GRID
     kept: dict[str, int] = {}
     for attempt in range(3):
-        more = ["--resume"] if attempt else []
-        running = subprocess.Popen(
-            arguments(toml, folder, *more), cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
-        )
         enough = len(kept) + rng.randint(1, 12)
-        while running.poll() is None and len(list(folder.glob("parts/part-*.parquet"))) < enough:
-            time.sleep(0.005)
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+        code = (
+            "import os, signal; from pathlib import Path; from sandbox import config, sweep; "
+            f"grid = config.load(Path({str(toml)!r}), sweep.SweepConfig); "
+            f"kill = lambda done, total: done >= {enough} and os.killpg(0, signal.SIGKILL); "
+            f"sweep.run(grid, Path({str(folder)!r}), {attempt > 0}, workers=2, progress=kill)"
+        )
+        killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, check=False)
+        assert killed.returncode == -signal.SIGKILL
         now = {path.name: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.parquet")}
         assert kept.items() <= now.items()  # nothing was done twice
         kept = now
