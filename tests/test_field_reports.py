@@ -285,7 +285,7 @@ def test_p29_both_denominators():
     assert corrected.keep.tolist() == [[True, False, False, False, True]]
     weighted = float((corrected.weight * corrected.keep).sum())
     account = losses.accounts(batch, corrected)
-    assert account["tokens"], account["tokens_kept"] == (5, 2)
+    assert (account["tokens"], account["tokens_kept"]) == (5, 2)
     assert weighted / 5 == pytest.approx(0.4443, abs=1e-4)
     assert weighted / 2 == pytest.approx(1.1107, abs=1e-4)
     assert account["loss_kept"] / account["loss_fixed"] == pytest.approx(2.5)  # type: ignore[operator]
