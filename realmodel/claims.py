@@ -6,8 +6,6 @@ Intervals are Student's t over seeds. What needs a GPU, a mixture of experts or 
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ from scipy import stats
 from realmodel import compare
 from realmodel.validation import KL_ALARM, Evidence
 from sandbox import ratios
-from sandbox.claims import Row
-from sandbox.verdicts import EXACT, Outcome, judge
+from sandbox.claims import Row, row_of
+from sandbox.verdicts import EXACT, Claim, Outcome, judge
 
 LOST = 0.02  # of pass rate below on-policy: more is a failure, less is stable
 
@@ -130,7 +128,7 @@ def numerics(seen: Evidence) -> Outcome:
     rms = [float(np.sqrt(s["discrepancy"].drop_nulls().to_numpy().mean())) for s in seen.steps["on-policy"]]
     reason = (
         f"bfloat16 engine (RMS of d {np.mean(rms):.2g}) against the exact one: {lost.mean():.4f} of pass rate lost; "
-        f"with offsets of sd {{offset}} injected: {_listed(seen.lost('off-none'))} below on-policy"
+        f"with offsets of sd {seen.offset_sd:g} injected: {_listed(seen.lost('off-none'))} below on-policy"
     )
     return Outcome(float(lost.mean()), judge(low > LOST), reason, len(lost), (low, high))
 
@@ -158,17 +156,6 @@ def sources(seen: Evidence) -> Outcome:
 
 def _listed(values: Any) -> str:
     return ", ".join("none" if math.isinf(x) else f"{x:.3g}" for x in np.asarray(values, float))
-
-
-@dataclass(frozen=True)
-class Claim:
-    """As `sandbox.verdicts.Claim`, but that its experiment reads the one study of all."""
-
-    id: str
-    statement: str
-    criterion: str
-    threshold: float
-    experiment: Callable[[Evidence], Outcome]
 
 
 CLAIMS = (
@@ -243,27 +230,11 @@ CLAIMS = (
 )
 
 
-def answer(seen: Evidence, offset_sd: float) -> list[Row]:
+def answer(seen: Evidence) -> list[Row]:
     """One row a claim, as `sandbox.claims.run` gives them."""
     rows = []
     for claim in CLAIMS:
-        clock = time.perf_counter()
+        start = time.perf_counter()
         found = claim.experiment(seen)
-        reason = found.reason.replace("{offset}", f"{offset_sd:g}")
-        rows.append(
-            Row(
-                id=claim.id,
-                statement=claim.statement,
-                criterion=claim.criterion,
-                threshold=claim.threshold,
-                value=found.value,
-                interval=found.interval,
-                n=found.n,
-                verdict=found.verdict,
-                reason=reason,
-                measured=found.measured,
-                table=found.table,
-                seconds=time.perf_counter() - clock,
-            )
-        )
+        rows.append(row_of(claim, found, time.perf_counter() - start))
     return rows

@@ -18,11 +18,7 @@ Told = tuple[dict[str, Any], dict[str, Sequence[dict[str, Any]]]]  # of --json, 
 def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Told:
     """Make the runs of a grid that its folder lacks, and compare."""
     asked = configs.load(source, grid.Grid)
-    resolved = results.plain(configs.resolved(asked))
-    if resume:
-        results.refuse_another(folder, resolved)
-    else:
-        results.create_run(folder, resolved)
+    results.begin_run(folder, configs.resolved(asked), resume)
     total = asked.start + sum(run.config.steps for run in grid.planned(asked))
     task = bar.add_task("starting", total=total)
     grid.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
@@ -38,14 +34,10 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
 def real_claims(source: Path | None, folder: Path, resume: bool, bar: Progress) -> list[tabular.Row]:
     """The claims on the real model: the runs that the folder lacks, then the rows, saved as `tabular.save` does."""
     asked = validation.Study() if source is None else configs.load(source, validation.Study)
-    resolved = results.plain(configs.resolved(asked))
-    if resume:
-        results.refuse_another(folder, resolved)
-    else:
-        results.create_run(folder, resolved)
+    results.begin_run(folder, configs.resolved(asked), resume)
     task = bar.add_task("starting", total=asked.start + asked.steps * len(validation.planned(asked)))
     validation.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
-    rows = claims.answer(validation.evidence(asked, folder), asked.offset_sd)
+    rows = claims.answer(validation.evidence(asked, folder))
     tabular.save(folder, rows)
     results.finish_run(folder)
     return rows

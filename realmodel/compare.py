@@ -15,7 +15,9 @@ import polars as pl
 import torch
 
 from realmodel import model as policy
+from realmodel import tasks
 from realmodel.align import Rollout, pad, predicted_by
+from realmodel.settings import Learner
 from sandbox import collapse
 from sandbox import predict as predictions
 from sandbox.collapse import failure_step, shortfall
@@ -79,6 +81,17 @@ def predicted_ess_step(
 def pass_rates(steps: pl.DataFrame) -> np.ndarray:
     """Exact pass probability before each update and after the last, by held-out problem. (steps + 1, problems)"""
     return np.array(steps["pass_probability"].to_list())
+
+
+def held_out_responses(learner: Learner, task: str, weights: dict) -> Rollout:
+    """One response to each of 1,024 held-out problems, drawn from the policy at `weights`, which the model then holds:
+    what `sequence_kl` is computed on, the same problems in every run."""
+    learner.model.load_state_dict(weights)
+    problems = tasks.get(task).sample(np.random.default_rng([0, 3]), 1024, held_out=True)
+    encode = learner.tokenizer.encode
+    longest = 1 + max(len(encode(p.answer)) for p in problems)
+    prompts, stream = [encode(p.prompt) for p in problems], torch.Generator().manual_seed(0)
+    return policy.sample(learner.model, prompts, 1, longest, stream, learner.tokenizer.eos_token_id)
 
 
 def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:

@@ -16,10 +16,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
-import torch
 from matplotlib.figure import Figure
 
-from realmodel import compare, sampler, tasks
+from realmodel import compare, sampler, study
 from realmodel import model as policy
 from realmodel.sampler import EngineConfig
 from realmodel.train import Learner, RunConfig, learner, train
@@ -177,7 +176,7 @@ def real_part(
         return train(config, llm, pupil, folder / name, tell)
 
     on_policy = replace(base, resync=EveryK(1), probe=0)
-    go("start", replace(on_policy, seed=1000, steps=demo.start, warmup=10))
+    go(study.START, study.on_policy_start(base, demo.start, base.engine))
     start = pupil.state()
     runs, weights = {}, {}
     for seed in range(demo.seeds + 1):
@@ -191,18 +190,7 @@ def real_part(
             runs[name, seed] = go(f"{name}-{seed}", config)
             weights[name, seed] = policy.snapshot(pupil.model)
     reference = weights["on-policy", 0]
-    pupil.model.load_state_dict(reference)
-    held_out = tasks.get(base.task).sample(np.random.default_rng([0, 3]), 1024, held_out=True)
-    encode = pupil.tokenizer.encode
-    longest = 1 + max(len(encode(p.answer)) for p in held_out)
-    responses = policy.sample(
-        pupil.model,
-        [encode(p.prompt) for p in held_out],
-        1,
-        longest,
-        torch.Generator().manual_seed(0),
-        pupil.tokenizer.eos_token_id,
-    )
+    responses = compare.held_out_responses(pupil, base.task, reference)
     kl = {run: compare.sequence_kl(pupil, responses, reference, to) for run, to in weights.items()}
     return runs, kl
 

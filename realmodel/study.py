@@ -46,7 +46,7 @@ def carry_out(start: RunConfig, runs: Mapping[str, RunConfig], folder: Path, pro
         train(config, engines[config.engine], pupil, folder / name, lambda row: progress(name, 1), resume=begun)
 
     go(START, start)
-    at_start = final(folder / START)["learner"]
+    at_start = final(folder / START)
     for name, config in runs.items():
         pupil.restore(at_start)
         go(name, config)
@@ -61,11 +61,11 @@ def status(run: Path) -> str:
 
 
 def final(run: Path) -> dict[str, Any]:
-    """The last checkpoint of a run: {"learner": `Learner.state()`, "step": updates done}. Raises BadInput for none."""
+    """`Learner.state()` at the last checkpoint of a run. Raises BadInput for none."""
     saved = checkpoint.load(run)
     if saved is None:
         raise BadInput(f"run folder {run} has no checkpoint")
-    return {"learner": saved.learner, "step": saved.step}
+    return saved.learner
 
 
 def steps_of(folder: Path, names: list[str]) -> dict[str, pl.DataFrame]:

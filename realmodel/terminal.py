@@ -38,7 +38,7 @@ def run_folder(out: Path | None, name: str) -> Path:
 
 
 def resumed(resume: bool, out: Path | None, name: str) -> Path:
-    """The folder to go on with, or `_folder`."""
+    """The folder to go on with, or `run_folder`."""
     if resume and out is None:
         raise BadInput("--resume needs --out, the folder to go on with")
     return out if resume and out is not None else run_folder(out, name)

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 
-from realmodel import compare, study, tasks
+from realmodel import compare, study
 from realmodel import model as policy
 from realmodel.sampler import EngineConfig
-from realmodel.settings import Learner, RunConfig, learner
+from realmodel.settings import RunConfig, learner
 from sandbox.collapse import failure_step
 from sandbox.corrections import CIS, CORRECTIONS, Correction
 from sandbox.errors import BadInput
@@ -94,6 +92,7 @@ class Evidence:
     kl: Mapping[str, list[float]]
     unit: list[float]  # KL between every two on-policy runs
     rollouts: Mapping[str, list[Path]]  # folders of the runs
+    offset_sd: float  # nats; `Study.offset_sd`
 
     def rates(self, kind: str) -> list[np.ndarray]:
         return [compare.pass_rates(steps) for steps in self.steps[kind]]
@@ -123,21 +122,12 @@ def evidence(asked: Study, folder: Path) -> Evidence:
         folders.setdefault(name.rsplit("-", 1)[0], []).append(folder / name)
     pupil = learner(policy.build(policy.Recipe()) if asked.base.model == "small" else asked.base.model, asked.base)
     kinds = ("on-policy", "dlc", "stale-none", "stale-tis")
-    weights = {kind: [study.final(run)["learner"]["model"] for run in folders[kind]] for kind in kinds}
-    responses = _responses(pupil, asked.base.task, weights["on-policy"][0])
+    weights = {kind: [study.final(run)["model"] for run in folders[kind]] for kind in kinds}
+    responses = compare.held_out_responses(pupil, asked.base.task, weights["on-policy"][0])
     first = weights["on-policy"][0]
     kl = {kind: [compare.sequence_kl(pupil, responses, first, w) for w in weights[kind]] for kind in kinds[1:]}
     unit = []
     for a, b in combinations(weights["on-policy"], 2):
-        drawn = responses if a is first else _responses(pupil, asked.base.task, a)
+        drawn = responses if a is first else compare.held_out_responses(pupil, asked.base.task, a)
         unit.append(compare.sequence_kl(pupil, drawn, a, b))
-    return Evidence(by_kind, kl, unit, folders)
-
-
-def _responses(pupil: Learner, task: str, weights: dict) -> Any:
-    pupil.model.load_state_dict(weights)
-    held_out = tasks.get(task).sample(np.random.default_rng([0, 3]), 1024, held_out=True)
-    encode = pupil.tokenizer.encode
-    longest = 1 + max(len(encode(p.answer)) for p in held_out)
-    prompts, stream = [encode(p.prompt) for p in held_out], torch.Generator().manual_seed(0)
-    return policy.sample(pupil.model, prompts, 1, longest, stream, pupil.tokenizer.eos_token_id)
+    return Evidence(by_kind, kl, unit, folders, asked.offset_sd)

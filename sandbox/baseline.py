@@ -58,7 +58,8 @@ def square(train: np.ndarray) -> np.ndarray:
 def exactly(seed: int) -> dict[str, float]:
     """The exact spread along corrected mean-field training of the sparse tree, never synced, where the ESS first is
     below each level: variance left by the optimal baseline, and growth of the gradient norm since the sync."""
-    problem, x = PRESETS["sparse_tree"](seed).problem, np.zeros(PRESETS["sparse_tree"](seed).problem.shape)
+    problem = PRESETS["sparse_tree"](seed).problem
+    x = np.zeros(problem.shape)
     fresh, found = spread(problem, policies(x, x)), {}
     start, levels = x, [0.9, 0.5, 0.1]
     for _ in range(200):

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from sandbox import neighbours, remedies, report, results, sources
 from sandbox.errors import BadInput
 from sandbox.plots import PARTS, STYLES, label, svg
-from sandbox.verdicts import Claim, Verdict
+from sandbox.verdicts import Claim, Outcome, Verdict
 
 
 def sources_figure(ax: Axes, table: pl.DataFrame) -> Axes:
@@ -253,10 +253,15 @@ def run(claims: Sequence[Claim], fast: bool = False, seed: int = 0) -> Iterator[
     for claim in claims:
         start = time.perf_counter()
         found = claim.experiment(claim.threshold, fast, seed)
-        yield Row(
-            claim.id, claim.statement, claim.criterion, claim.threshold, found.value, found.interval, found.n,
-            found.verdict, found.reason, found.measured, found.table, time.perf_counter() - start,
-        )  # fmt: skip
+        yield row_of(claim, found, time.perf_counter() - start)
+
+
+def row_of(claim: Claim, found: Outcome, seconds: float) -> Row:
+    """A claim beside what an experiment of `seconds` found."""
+    return Row(
+        claim.id, claim.statement, claim.criterion, claim.threshold, found.value, found.interval, found.n,
+        found.verdict, found.reason, found.measured, found.table, seconds,
+    )  # fmt: skip
 
 
 def outcome(rows: Sequence[Row]) -> dict[str, Any]:

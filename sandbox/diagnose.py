@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from sandbox import judgement, semantics
+from sandbox import judgement, ratios, semantics
 from sandbox.rollouts import Rollouts, need
 from sandbox.semantics import Finding
 
@@ -43,7 +43,7 @@ def diagnose(rollouts: Rollouts) -> dict[str, Any]:
     if failed := judgement.prediction_failed(steps):
         findings.append(failed)
     with np.errstate(over="ignore", invalid="ignore"):
-        k = {name: float(f(t[mask]).mean()) for name, f in KL.items()}
+        k = {name: float(ratios.ESTIMATORS[name](t[mask]).mean()) for name in ("k1", "k2", "k3")}
     outcome = {
         "verdict": "",
         "findings": [vars(f) for f in findings],
@@ -62,9 +62,6 @@ def diagnose(rollouts: Rollouts) -> dict[str, Any]:
     outcome["corrections"] = judgement.ranked(rollouts, t)
     outcome["advice"] = judgement.advice(outcome)
     return outcome
-
-
-KL = {"k1": lambda t: -t, "k2": lambda t: t * t / 2, "k3": lambda t: np.expm1(t) - t}
 
 
 def reference(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -174,9 +171,7 @@ def staleness(rollouts: Rollouts, d: np.ndarray, known: np.ndarray, lag: np.ndar
 
 def step_means(rollouts: Rollouts, x: np.ndarray, use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Steps and the mean of x over the tokens of each."""
-    step = rollouts.rows["step"]
-    step = np.where(np.isnan(step), rollouts.rows["version_train"], step)
-    per_token = np.repeat(step, np.diff(rollouts.starts))
+    per_token = np.repeat(judgement.steps_of(rollouts), np.diff(rollouts.starts))
     use = use & np.isfinite(per_token) & np.isfinite(x)
     steps, index = np.unique(per_token[use], return_inverse=True)
     n = np.bincount(index, minlength=len(steps))

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sandbox import collapse, diagnostics
+from sandbox import collapse, diagnostics, ratios
+from sandbox.batch import Batch
+from sandbox.corrections import CORRECTIONS
 from sandbox.rollouts import Rollouts
 from sandbox.semantics import Finding
 
@@ -52,8 +54,7 @@ def ess_of(log_weight: np.ndarray, group: np.ndarray | None = None, unit: str = 
 
 def both_ess(rollouts: Rollouts, t: np.ndarray) -> dict[str, Any]:
     """ESS of the total ratio, sequence and token."""
-    group = np.unique(np.asarray(rollouts.prompt), return_inverse=True)[1]
-    whole = ess_of(sequence(rollouts, t), group)
+    whole = ess_of(sequence(rollouts, t), rollouts.group)
     return {"sequence": whole, "token": ess_of(t[rollouts.mask], unit="token")}
 
 
@@ -69,7 +70,7 @@ def by_step(rollouts: Rollouts, t, d, g, known) -> list[dict[str, Any]]:
     log_weight = sequence(rollouts, t)
     with np.errstate(over="ignore", invalid="ignore"):
         sums = {
-            "kl_sampler_train_k3": sequence(rollouts, np.where(rollouts.mask, np.expm1(t) - t, 0.0)),
+            "kl_sampler_train_k3": sequence(rollouts, np.where(rollouts.mask, ratios.ESTIMATORS["k3"](t), 0.0)),
             "discrepancy": sequence(rollouts, d * d),
             "lag": sequence(rollouts, g * g),
         }
@@ -77,12 +78,11 @@ def by_step(rollouts: Rollouts, t, d, g, known) -> list[dict[str, Any]]:
     counted["discrepancy"] = counted["lag"] = np.add.reduceat(
         (known & rollouts.mask).astype(np.int64), rollouts.starts[:-1]
     )
-    group = np.unique(np.asarray(rollouts.prompt), return_inverse=True)[1]
     reward = rollouts.rows["reward"]
     table = []
     for value in np.unique(step[np.isfinite(step)]):
         here = step == value
-        ess = ess_of(log_weight[here], group[here])
+        ess = ess_of(log_weight[here], rollouts.group[here])
         means = {name: float(x[here].sum() / max(counted[name][here].sum(), 1)) for name, x in sums.items()}
         rewards = reward[here][np.isfinite(reward[here])]
         table.append(
@@ -203,18 +203,22 @@ def ranked(rollouts: Rollouts, t: np.ndarray, most: int = 2000) -> list[dict[str
         pick = np.sort(np.random.default_rng(0).choice(pick, most, replace=False))
     log_w = s[pick] - s[pick].max()
     exact = np.exp(log_w) / np.exp(log_w).mean()
-    n = np.diff(rollouts.starts)[pick]
-    ratio = [
-        np.exp(np.minimum(t[a : a + m], 50.0))[rollouts.mask[a : a + m]]
-        for a, m in zip(rollouts.starts[pick], n, strict=True)
-    ]
-    raw = np.exp(np.minimum(s[pick], 50.0))
+    response = np.full(rollouts.n, -1)
+    response[pick] = np.arange(len(pick))
+    owner = response[rollouts.row]
+    use = rollouts.mask & (owner >= 0)
+    tokens, owner = t[use], owner[use]
+    count = np.bincount(owner, minlength=len(pick))
+
+    def by_token(rule: str) -> np.ndarray:
+        return np.bincount(owner, weights_of(rule, tokens), minlength=len(pick)) / count
+
     weights = {
         "none": np.ones(len(pick)),
-        "token TIS, cap 2": np.array([np.minimum(r, 2.0).mean() for r in ratio]),
-        "IcePop [0.5, 5]": np.array([np.where((r >= 0.5) & (r <= 5.0), r, 0.0).mean() for r in ratio]),
-        "sequence TIS, cap 2": np.minimum(raw, 2.0),
-        "sequence MIS, cap 2": np.where(raw <= 2.0, raw, 0.0),
+        "token TIS, cap 2": by_token("tis"),
+        "IcePop [0.5, 5]": by_token("icepop"),
+        "sequence TIS, cap 2": weights_of("seq_tis", s[pick]),
+        "sequence MIS, cap 2": weights_of("seq_mis", s[pick]),
         "sequence IS": exact,
     }
     table = []
@@ -222,6 +226,13 @@ def ranked(rollouts: Rollouts, t: np.ndarray, most: int = 2000) -> list[dict[str
         bias, variance = float(np.std(w - exact)), float(np.var(w) / len(s))
         table.append({"correction": name, "bias": bias, "variance": variance, "squared_error": bias**2 + variance})
     return sorted(table, key=lambda row: row["squared_error"])
+
+
+def weights_of(rule: str, log_ratio: np.ndarray) -> np.ndarray:
+    """What a preset makes of each total log ratio, 0 where rejected, each a response of one token. (n,) -> (n,)"""
+    ones = np.ones((len(log_ratio), 1))
+    weight, keep, _ = CORRECTIONS[rule](Batch(log_ratio[:, None], 0 * ones, ones > 0, ones))
+    return np.where(keep, weight, 0.0)[:, 0]
 
 
 def advice(outcome: dict[str, Any]) -> list[str]:

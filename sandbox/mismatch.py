@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sandbox.errors import BadInput
+from sandbox.errors import BadInput, positive
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ class KlAbove:
     threshold: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < np.inf:
-            raise BadInput(f"threshold is {self.threshold}, expected a finite number above 0")
+        positive("threshold", self.threshold)
 
     def __call__(
         self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None

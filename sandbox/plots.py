@@ -212,7 +212,7 @@ def phase_maps(cells: pl.DataFrame) -> Figure | None:
     for ax, name in zip(panels, names, strict=True):
         image = phase_map(ax, shown.filter(pl.col("correction") == name))
         ax.set_title(label(name), fontsize=10)
-    figure.colorbar(image, ax=panels, label="KL from on-policy, in units of the pair's")  # type: ignore[possibly-undefined]
+    figure.colorbar(image, ax=panels, label="KL from on-policy, in units of the pair's")
     return figure
 
 

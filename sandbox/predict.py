@@ -16,7 +16,7 @@ import polars as pl
 
 from sandbox import collapse, exact, problem_json, simulate, theory
 from sandbox.corrections import CORRECTIONS, Correction
-from sandbox.errors import BadInput
+from sandbox.errors import BadInput, positive
 from sandbox.mismatch import EveryK, GivenOffset
 from sandbox.problems import Case, Problem
 from sandbox.simulate import SimConfig
@@ -57,8 +57,7 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         collapse.var_threshold(self.threshold)
-        if not 0 < self.step_size < math.inf:
-            raise BadInput(f"step_size is {self.step_size}, expected a finite number above 0")
+        positive("step_size", self.step_size)
         if self.runs == 1 or self.runs < 0:
             raise BadInput(f"runs is {self.runs}, expected 0 or at least 2: the noise of seeds needs two")
         training(self, 0.0)  # refuses the rest

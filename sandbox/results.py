@@ -81,9 +81,7 @@ def resume_run(folder: Path, config: dict[str, Any]) -> bool:
     if not (folder / "run.json").exists():
         return False
     run = read_run(folder)
-    asked, had = plain(config), run["config"]
-    different = [key for key in asked | had if asked.get(key) != had.get(key)]
-    if different:
+    if different := differing(run, config):
         raise BadInput(f"run folder {folder} was made with another config, it differs in: {', '.join(different)}")
     kept = {key: value for key, value in run.items() if key not in ("ended", "error")}
     write_json(folder / "run.json", kept | {"status": "running", "resumed": [*run.get("resumed", []), _now()]})
@@ -101,14 +99,20 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
-def refuse_another(folder: Path, asked: dict[str, Any]) -> None:
-    """Raises BadInput unless the folder's run.json has this config, as `plain` left it."""
-    try:
-        was = json.loads((folder / "run.json").read_text())["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{folder} cannot be resumed: no readable run.json") from error
-    different = sorted(key for key in {*asked, *was} if asked.get(key) != was.get(key))
-    if different:
+def differing(run: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """The fields in which the config of a run.json is not this one."""
+    asked, had = plain(config), run["config"]
+    return [key for key in asked | had if asked.get(key) != had.get(key)]
+
+
+def begin_run(folder: Path, config: dict[str, Any], resume: bool) -> None:
+    """`create_run`, or with `resume` the check that the folder is one of this config, made of parts that are whole.
+
+    Raises BadInput: a folder that holds something, or to resume one without this config.
+    """
+    if not resume:
+        create_run(folder, config)
+    elif different := differing(read_run(folder), config):
         raise BadInput(f"{folder} cannot be resumed: its config has another {', '.join(different)}")
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class Rollouts:
     @property
     def n(self) -> int:
         return len(self.starts) - 1
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        """Prompt of each response, numbered: the unit of a bootstrap. int (n,)"""
+        return np.unique(np.asarray(self.prompt), return_inverse=True)[1]
 
     @property
     def row(self) -> np.ndarray:

@@ -174,13 +174,10 @@ def run(
         BadInput: another config's folder; a problem that cannot be read; a dead worker or cluster.
     """
     cases = {name: problem_json.named(name) for name in sweep.problems}
-    asked = results.plain(config.resolved(sweep)) | {"digests": [_digest(case) for case in cases.values()]}
+    asked = config.resolved(sweep) | {"digests": [_digest(case) for case in cases.values()]}
     every = tasks(sweep)
     with workers_of(workers, backend, address, folder):
-        if resume:
-            results.refuse_another(folder, asked)
-        else:
-            results.create_run(folder, asked)
+        results.begin_run(folder, asked, resume)
         missing = [task for task in every if not (folder / "parts" / part(*task)).exists()]
         progress(len(every) - len(missing), len(every))
         wanted = sorted({(cell.problem, cell.step_size) for cell, _ in missing})

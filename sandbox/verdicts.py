@@ -39,8 +39,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Claim:
-    """statement, criterion and threshold are written down before any run; `experiment(threshold, fast, seed)` measures.
+    """statement, criterion and threshold are written down before any run; `experiment` measures.
 
+    experiment: of (threshold, fast, seed) in the sandbox, of the study of all real runs in `realmodel.claims`.
     figure: fn(ax, table) -> ax, where there is something to draw.
     """
 
@@ -48,7 +49,7 @@ class Claim:
     statement: str
     criterion: str
     threshold: float
-    experiment: Callable[[float, bool, int], Outcome]
+    experiment: Callable[..., Outcome]
     figure: Callable[[Axes, pl.DataFrame], Axes] | None = None
 
 

@@ -166,10 +166,7 @@ def main(names: list[str]) -> int:
         for name in names:
             copy = Path(kept) / name
             for part in ("sandbox", "tests", "realmodel", "benchmarks", "notebooks", "pyproject.toml", "README.md"):
-                whole = (ROOT / part).is_dir()
-                (shutil.copytree if whole else shutil.copy)(ROOT / part, copy / part) if whole else shutil.copy(
-                    ROOT / part, copy
-                )
+                (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, copy / part)
             files = [f"tests/test_{test}.py" for test in TESTS[name].split()]
             path = copy / "sandbox" / f"{name}.py"
             source = path.read_text()

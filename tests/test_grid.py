@@ -189,7 +189,7 @@ def evidence(**changes) -> Evidence:
         "off-dlc": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
     }
     kl = {"dlc": [0.15, 0.19, 0.1], "stale-none": [5.0, 6.0, 7.0], "stale-tis": [0.3, 0.4, 0.5]}
-    return Evidence(table | changes, kl, [0.09, 0.1, 0.11], {})
+    return Evidence(table | changes, kl, [0.09, 0.1, 0.11], {}, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_prime_rl(tmp_path):
 
 @pytest.mark.parametrize("miles", [False, True])
 def test_slime_and_miles(tmp_path, miles):
-    torch = pytest.importorskip("torch")
+    import torch
+
     sample = {"index": 4, "tokens": [8, 9, 1, 2, 3], "response_length": 3, "loss_mask": torch.tensor([1, 1, 1]),
               "rollout_log_probs": torch.tensor(Q), "log_probs": torch.tensor(N), "weight_versions": ["2"],
               "reward": 0.5, "advantages": torch.tensor([2.0] * 3)}  # fmt: skip
@@ -80,7 +81,6 @@ def test_slime_and_miles(tmp_path, miles):
 
 
 def test_untrusted_pickles_are_not_run(tmp_path):
-    pytest.importorskip("torch")
     hit = tmp_path / "hit"
 
     class Trap:
