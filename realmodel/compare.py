@@ -38,15 +38,16 @@ class Crossing:
     measured: int
 
 
-def first_sync(steps: pl.DataFrame) -> pl.DataFrame:
-    """The measurements between a run's start and its first resync: columns k, ess, ess_se, var_log_ratio, token_kl.
+def first_probe(steps: pl.DataFrame) -> pl.DataFrame:
+    """The measurements on a run's first probe, until its first resync or (probe_kept) its end: columns k (updates),
+    ess, ess_se, var_log_ratio, token_kl.
 
     Raises BadInput for a run whose config had no probe.
     """
     if "probe_ess" not in steps.columns:
         raise BadInput("steps has no probe_ess: the run was made with probe = 0")
-    return steps.filter(pl.col("version_rollout") == 0).select(
-        pl.col("steps_since_sync").alias("k"),
+    return steps.filter(pl.col("probe_version") == 0).select(
+        pl.col("version_train").alias("k"),
         pl.col("probe_ess").alias("ess"),
         pl.col("probe_ess_se").alias("ess_se"),
         pl.col("probe_var_log_ratio").alias("var_log_ratio"),
@@ -55,7 +56,7 @@ def first_sync(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def observed_ess_step(since_sync: pl.DataFrame, threshold: float = 0.5) -> Crossing:
-    """First k at which the probe's ESS is below the threshold, from the table of `first_sync`."""
+    """First k at which the probe's ESS is below the threshold, from the table of `first_probe`."""
     k, ess, margin = since_sync["k"], since_sync["ess"], 1.96 * since_sync["ess_se"]
 
     def first(values: pl.Series) -> float:
@@ -117,7 +118,7 @@ def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str,
     steps = read_steps(run)
     references = [pass_rates(read_steps(folder)) for folder in on_policy]
     failure = failure_step(pass_rates(steps), references) if references else math.nan
-    return predictions.measured(first_sync(steps), threshold, len(steps) - 1) | {"failure_step": failure}
+    return predictions.measured(first_probe(steps), threshold, len(steps) - 1) | {"failure_step": failure}
 
 
 def read_steps(run: Path) -> pl.DataFrame:
@@ -132,7 +133,7 @@ def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: flo
     """One run's row of the demo's table and of `mismatch demo --json`, but for the KL from on-policy."""
     rates = pass_rates(steps)
     difference, error = shortfall(rates, on_policy)
-    watched = first_sync(steps)
+    watched = first_probe(steps)
     observed = observed_ess_step(watched, threshold)
     fit = predicted_ess_step(watched, horizon=len(steps) - 1, threshold=threshold)
     at = watched.filter(pl.col("k") == observed.step)["token_kl"]

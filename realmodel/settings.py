@@ -34,6 +34,7 @@ class RunConfig:
             when it is used. 0: all at once, when it is first drawn.
         denominator: of the loss (losses.DENOMINATORS).
         probe: responses drawn afresh at every sync, on which the lag's ESS is measured before each update; 0 is off.
+        probe_kept: keep the first probe for the whole run: its ESS is of all that the trainer moved since the start.
         held_out: problems on which the exact pass rate is computed before each update.
         checkpoint_every: steps between checkpoints, from which a killed run can go on.
         engine: how the sampler runs.
@@ -55,6 +56,7 @@ class RunConfig:
     segment: int = 0
     denominator: str = "fixed"
     probe: int = 1024
+    probe_kept: bool = False
     held_out: int = 512
     checkpoint_every: int = 1
     engine: EngineConfig = field(default_factory=EngineConfig)

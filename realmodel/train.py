@@ -25,7 +25,7 @@ from realmodel import model as policy
 from realmodel import record, sampler, tasks, underway
 from realmodel.align import Rollout, pad, to_batch
 from realmodel.settings import Learner, RunConfig, learner
-from realmodel.underway import Synced
+from realmodel.underway import Probe, Run
 from sandbox import config as configs
 from sandbox import losses, results
 from sandbox.batch import Batch
@@ -73,7 +73,7 @@ def train(
             loss = losses.reinforce(batch, corrected, config.denominator)
             row = {"step": step, "loss": float(loss.detach())}
             row |= record.measured(batch, rollout, rewards, corrected.keep)
-            row |= _state(learner, run.at_sync, held_out, step)
+            row |= _state(learner, run, held_out, step)
             record.write_rollouts(folder, step, batch, rollout, rewards)
             updating = time.perf_counter()
             # where every token is rejected there is no gradient, and AdamW's momentum must not move the weights alone
@@ -92,7 +92,7 @@ def train(
                 underway.save(folder, learner, run, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it
-        last = {"step": config.steps, "synced": False} | _state(learner, run.at_sync, held_out, config.steps)
+        last = {"step": config.steps, "synced": False} | _state(learner, run, held_out, config.steps)
         steps = pl.DataFrame([*run.rows, last], infer_schema_length=None)
         results.write_table(folder / "steps.parquet", steps)
         outcome |= {name: sum(row[key] for row in run.rows) for name, key in COUNTED.items()}
@@ -143,15 +143,14 @@ def evaluate(
 
 
 @torch.no_grad()
-def probe_lag(learner: Learner, at_sync: Synced, version: int) -> dict[str, float]:
-    """`record.lag_on_probe` of the live weights; nothing where there is no probe."""
-    if at_sync.probe is None:
+def probe_lag(learner: Learner, probe: Probe | None, version: int) -> dict[str, float]:
+    """`record.lag_on_probe` of the live weights, and who drew the probe; nothing where there is none."""
+    if probe is None:
         return {}
-    rollout = at_sync.probe
-    ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
+    ids, _ = pad(probe.rollout, learner.tokenizer.pad_token_id)
     pi = policy.log_probs(learner.model, ids, None)
-    batch = to_batch(rollout, ids, np.zeros(len(ids)), pi, version, sync_all=at_sync.probe_mu)
-    return record.lag_on_probe(batch, rollout.prompt_index)
+    batch = to_batch(probe.rollout, ids, np.zeros(len(ids)), pi, version, sync_all=probe.mu)
+    return {"probe_version": probe.version} | record.lag_on_probe(batch, probe.rollout.prompt_index)
 
 
 def _check(config: RunConfig, llm: Any, learner: Learner) -> None:
@@ -180,14 +179,14 @@ def _reward(learner: Learner, problem: tasks.Problem, response_ids: list[int]) -
     return tasks.reward(response_ids, learner.tokenizer.encode(problem.answer), learner.tokenizer.eos_token_id)
 
 
-def _state(learner: Learner, at_sync: Synced, held_out: list[tasks.Problem], version: int) -> dict:
+def _state(learner: Learner, run: Run, held_out: list[tasks.Problem], version: int) -> dict:
     return {
         "version_train": version,
-        "version_rollout": at_sync.version,
-        "steps_since_sync": version - at_sync.version,
-        "sync_max_difference": at_sync.max_difference,
+        "version_rollout": run.at_sync.version,
+        "steps_since_sync": version - run.at_sync.version,
+        "sync_max_difference": run.at_sync.max_difference,
         "pass_probability": policy.pass_probability(learner.model, held_out, learner.tokenizer).tolist(),
-        **probe_lag(learner, at_sync, version),
+        **probe_lag(learner, run.probe, version),
     }
 
 

@@ -22,12 +22,19 @@ VERIFIED = 8  # responses compared after every sync
 
 @dataclass(frozen=True)
 class Synced:
-    """The sampler since its last sync: the version it holds, and the probe it drew."""
+    """The sampler since its last sync: the version it holds."""
 
     version: int
     max_difference: float
-    probe: Rollout | None
-    probe_mu: Tensor | None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Responses on which the lag is measured, the version that drew them, and log mu of every token there."""
+
+    version: int
+    rollout: Rollout
+    mu: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,13 @@ class Run:
     snapshots: dict[int, dict[str, Tensor]]
     at_sync: Synced
     rows: list[dict]
+    probe: Probe | None = None
 
 
 def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
     """A run at its start, or where its last checkpoint left it, with the engine and the learner at that point."""
     saved = checkpoint.load(folder)
-    synced = Synced(0, 0.0, None, None)
+    synced = Synced(0, 0.0)
     if saved is None:
         run = Run(0, np.random.default_rng([config.seed, 0]), 0, [], {}, synced, [])
         sync_now(config, llm, learner, run, version=0)
@@ -71,8 +79,9 @@ def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
     for rollout in saved.queue:
         run.queue.append(replace(_draft(config, run), rollout=rollout))
     # the probe is not kept: the same seed and weights draw the same one
-    learner.model.load_state_dict(saved.snapshots[saved.version])
-    sync_now(config, llm, learner, run, saved.version)
+    for version in sorted({0 if config.probe_kept else saved.version, saved.version}):
+        learner.model.load_state_dict(saved.snapshots[version])
+        sync_now(config, llm, learner, run, version)
     learner.restore(saved.learner)
     return run
 
@@ -94,16 +103,18 @@ def sync_now(config: RunConfig, llm: Any, learner: Learner, run: Run, version: i
     prompts = [learner.tokenizer.encode(p.prompt) for p in problems[:VERIFIED]]
     verification = sync.verify(llm, learner.model, prompts)
     used = {int(v) for draft in run.queue if draft.rollout for row in draft.rollout.versions() for v in np.unique(row)}
+    if config.probe_kept and run.probe:
+        used.add(run.probe.version)
     run.snapshots = {v: w for v, w in run.snapshots.items() if v in used}
     run.snapshots[version] = policy.snapshot(learner.model)
-    run.at_sync = Synced(version, verification.max_difference, None, None)
-    if config.probe:
+    run.at_sync = Synced(version, verification.max_difference)
+    if config.probe and not (config.probe_kept and run.probe):
         seed = _seed(config, 2, version)
         probe = _draw(config, llm, learner, Draft(0, problems[: config.probe], ""), 1, seed, version, None)
         ids, _ = pad(probe, learner.tokenizer.pad_token_id)
         with torch.no_grad():
             mu = policy.log_probs(learner.model, ids, None)
-        run.at_sync = replace(run.at_sync, probe=probe, probe_mu=mu)
+        run.probe = Probe(version, probe, mu)
 
 
 def _draft(config: RunConfig, run: Run) -> Draft:
