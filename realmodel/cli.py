@@ -171,7 +171,7 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
             folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
-        path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
+        path = policy.resolve(settings.model, settings.task)
         llm = sampler.start(path, settings.engine)
         learner = loop.learner(path, settings)
 

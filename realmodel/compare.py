@@ -17,11 +17,14 @@ import torch
 from realmodel import model as policy
 from realmodel import tasks
 from realmodel.align import Rollout, pad, predicted_by
+from realmodel.logprobs import log_probs, pieces
 from realmodel.settings import Learner
 from sandbox import collapse
 from sandbox import predict as predictions
 from sandbox.collapse import failure_step, shortfall
 from sandbox.errors import BadInput
+
+TABLE_MIB = 256  # of whole tables of log-probabilities at once
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,14 @@ def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
     """
     ids, attention = pad(responses, learner.tokenizer.pad_token_id)
     rows, _, mask = predicted_by(responses)
-    first, second = (policy.log_probs(learner.model, ids, attention, weights=w).cpu() for w in (of, to))
-    per_token = (first.exp() * (first - second)).sum(-1)
-    return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
+    vocabulary = learner.model.get_input_embeddings().num_embeddings
+    found = []
+    for piece in pieces(len(ids), max(1, TABLE_MIB * 2**18 // (vocabulary * ids.shape[1]))):
+        tables = (log_probs(learner.model, ids[piece], attention[piece], weights=w).cpu() for w in (of, to))
+        first, second = tables
+        per_token = (first.exp() * (first - second)).sum(-1)
+        found.append(torch.where(mask[piece], per_token.gather(1, rows[piece]), 0.0).sum(1))
+    return float(torch.cat(found).double().mean())
 
 
 def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str, Any]:

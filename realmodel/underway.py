@@ -12,8 +12,9 @@ from torch import Tensor
 
 from realmodel import checkpoint, sampler, sync, tasks
 from realmodel import model as policy
-from realmodel.align import Rollout, pad
+from realmodel.align import WHOLE, Rollout, pad, wanted
 from realmodel.checkpoint import Checkpoint
+from realmodel.logprobs import log_probs_at
 from realmodel.settings import Learner, RunConfig
 from sandbox.errors import BadInput
 
@@ -30,7 +31,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class Probe:
-    """Responses on which the lag is measured, the version that drew them, and log mu of every token there."""
+    """Responses on which the lag is measured, the version that drew them, and log mu of their tokens. (N, 1)"""
 
     version: int
     rollout: Rollout
@@ -113,8 +114,13 @@ def sync_now(config: RunConfig, llm: Any, learner: Learner, run: Run, version: i
         probe = _draw(config, llm, learner, Draft(0, problems[: config.probe], ""), 1, seed, version, None)
         ids, _ = pad(probe, learner.tokenizer.pad_token_id)
         with torch.no_grad():
-            mu = policy.log_probs(learner.model, ids, None)
+            mu = log_probs_at(learner.model, ids, *wanted(probe, ids.shape[1], 0, centre=False))
         run.probe = Probe(version, probe, mu)
+
+
+def top(config: RunConfig) -> int:
+    """The log-probabilities that the correction needs of the sampler, besides the drawn token's."""
+    return (config.centre_top or WHOLE) if config.correction.centres else 0
 
 
 def _draft(config: RunConfig, run: Run) -> Draft:
@@ -151,7 +157,7 @@ def _draw(
 ) -> Rollout:
     """`some` more tokens of every unfinished response of a batch; None: all that it may have."""
     encode = learner.tokenizer.encode
-    longest = 1 + max(len(encode(p.answer)) for p in draft.problems)
+    longest = tasks.get(config.task).max_new_tokens or 1 + max(len(encode(p.answer)) for p in draft.problems)
     begun = 0 if draft.rollout is None else max(map(len, draft.rollout.response_ids))
     new = longest - begun if some is None else min(some, longest - begun)
     if draft.rollout is not None:
@@ -162,7 +168,7 @@ def _draw(
         n,
         max_new_tokens=new,
         seed=seed,
-        whole_vocabulary=config.correction.centres and n > 1,
+        top=top(config) if n > 1 else 0,
         version=version,
         room=longest - new,
     )

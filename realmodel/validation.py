@@ -125,7 +125,7 @@ def evidence(asked: Study, folder: Path) -> Evidence:
     for name in names:
         by_kind.setdefault(name.rsplit("-", 1)[0], []).append(steps[name])
         folders.setdefault(name.rsplit("-", 1)[0], []).append(folder / name)
-    pupil = learner(policy.build(policy.Recipe()) if asked.base.model == "small" else asked.base.model, asked.base)
+    pupil = learner(policy.resolve(asked.base.model, asked.base.task), asked.base)
     kinds = ("on-policy", "dlc", "stale-none", "stale-tis")
     weights = {kind: [study.final(run)["model"] for run in folders[kind]] for kind in kinds}
     responses = compare.held_out_responses(pupil, asked.base.task, weights["on-policy"][0])
