@@ -68,7 +68,7 @@ def resolve(model: str, task: str) -> str | Path:
     Raises:
         BadInput: as `build`.
     """
-    return build(Recipe(task=task)) if model == "small" else model
+    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps)) if model == "small" else model
 
 
 def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
