@@ -39,11 +39,12 @@ def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fi
 
 def reinforce_per_token(batch: Batch, corrected: Corrected) -> Array:
     """What `reinforce` sums, 0 where masked or rejected, for trainers that have a denominator of their own. (B, T)"""
-    xp = namespace(batch.logp_train)
-    weight = corrected.weight * batch.advantage * xp.ones_like(detach(batch.logp("logp_train")))
+    logp = batch.logp("logp_train")
+    xp = namespace(logp)
+    weight = corrected.weight * batch.advantage * xp.ones_like(detach(logp))
     # 0 times log 0 is 0; and a token that the trainer gives probability 0 has no score (`accounts` tells)
-    live = batch.mask & corrected.keep & (weight != 0) & xp.isfinite(detach(batch.logp("logp_train")))
-    score = masked(batch.logp("logp_train"), live)
+    live = batch.mask & corrected.keep & (weight != 0) & xp.isfinite(detach(logp))
+    score = masked(logp, live)
     if not isinstance(corrected.centre, float):
         train_all = masked(batch.need("logp_train_all"), live[..., None])
         score = score - xp.sum(masked(corrected.centre, live[..., None]) * train_all, axis=-1)
