@@ -55,9 +55,7 @@ def tables(outcome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         best = [
             {name: row[name] for name in ("correction", "bias", "noise", "error")} for row in outcome["corrections"][:5]
         ]
-        pages[f"corrections on this dump's ratios, least simulated error first, of {len(outcome['corrections'])}"] = (
-            best
-        )
+        pages["corrections on this dump's ratios: errors over that of a fresh batch, the least five"] = best
     counts = Counter(one["reason"] for one in outcome["refused"])
     if counts:
         first = {one["reason"]: one for one in reversed(outcome["refused"])}

@@ -14,6 +14,7 @@ from sandbox.evidence import Evidence, Finding, Reference, mean_and_error
 from sandbox.rollouts import MISSING
 
 CLIP = (0.8, 1.2)  # the usual band of PPO
+CERTAIN = 0.02  # 1 - p below which a token says nothing of a logit
 FLOOR = 1e-14  # nats^2; float64 log-probabilities of one computation differ by less
 
 
@@ -74,15 +75,14 @@ def versions(evidence: Evidence) -> tuple[dict, list[Finding]]:
     r = evidence.responses
     known = int(r["lag_known"].sum())
     lags = [lag for lag in evidence.by_lag if lag != MISSING]
-    mixed = r["lag_high"] > r["lag_low"]
-    mixed_any = mixed | ((r["lag_low"] == MISSING) & (r["lag_known"] > 0))
+    mixed = r["mixed"].astype(bool)
     staleness = {
         "unit": "weight versions, from generation to consumption",
         "mean": float(r["lag_sum"].sum() / known) if known else math.nan,
         "max": max(lags, default=None),
         "coverage": known / evidence.n_tokens if evidence.n_tokens else math.nan,
         "n_tokens": evidence.n_tokens,
-        "responses_with_mixed_versions": int(mixed_any.sum()),
+        "responses_with_mixed_versions": int(mixed.sum()),
     }
     found = []
     if known < evidence.n_tokens:
@@ -102,7 +102,6 @@ def versions(evidence: Evidence) -> tuple[dict, list[Finding]]:
         )
         message += " their lag is per token, and a response's last version says too little"
         numbers = {"share_of_responses": float(mixed.mean()), "n_responses": len(mixed)}
-        numbers["largest_spread_versions"] = int((r["lag_high"] - r["lag_low"])[mixed].max())
         found.append(Finding("mixed_versions", "info", message, numbers))
     steps, trained = r["step"], r["version_train"]
     seen = steps >= 0
@@ -129,21 +128,26 @@ def clip_budget(ref: Reference) -> tuple[dict, Finding | None]:
 
 
 def mixture_tail(ref: Reference) -> Finding | None:
-    """Most tokens agree and a few disagree by far (MoE routing): the mean of d is the tail's, not the clean tokens'."""
-    d = np.abs(ref.d)
-    if len(d) < 1000 or (squares := float(np.sum(d * d))) == 0:
+    """Most tokens agree and a few disagree by far (MoE routing): the mean of d is the tail's, not the clean tokens'.
+
+    d is small wherever the policy is sure, in any engine, so it is held against the doubt that is left: d / (1 - p),
+    the error of a logit, over tokens with doubt.
+    """
+    some = ref.doubt > CERTAIN
+    d = np.abs(ref.d[some]) / ref.doubt[some]
+    if len(d) < 500 or (squares := float(np.sum(d * d))) == 0:
         return None
     largest = np.sort(d)[-math.ceil(0.01 * len(d)) :]
     share, median = float(np.sum(largest**2) / squares), float(np.median(d))
     if share < 0.5 or largest[-1] < 0.05 or median > 0.1 * largest[0]:
         return None
-    clean = np.abs(ref.d) <= max(10 * median, FLOOR)
+    clean = d <= max(10 * median, FLOOR)
     numbers = {
         "share_of_mean_square_in_largest_1_percent": share,
-        "median_abs_nats": median,
+        "median_abs_logit_error_nats": median,
         "share_beyond_10_medians": float(1 - clean.mean()),
-        "mean_nats": float(ref.d.mean()),
-        "mean_of_clean_tokens_nats": float(ref.d[clean].mean()),
+        "mean_nats": float(ref.d[some].mean()),
+        "mean_of_clean_tokens_nats": float(ref.d[some][clean].mean()),
         "basis": ref.basis,
         "n_tokens": len(d),
     }

@@ -46,7 +46,10 @@ def outcome(evidence: Evidence) -> dict[str, Any]:
     budget, clip = attribution.clip_budget(ref)
     findings = [*semantics.findings(evidence, ref), *of_versions]
     profile: dict = {}
-    if not any(f.severity == "error" and f.code in ("shift", "temperature", "truncated_support") for f in findings):
+    if not any(
+        f.severity == "error" and f.code in ("shift", "retokenised", "temperature", "truncated_support")
+        for f in findings
+    ):
         profile, varying = drift.constancy(evidence, ref)
         tail, hidden = attribution.mixture_tail(ref), drift.hidden_staleness(evidence, ref)
         findings += [f for f in (hidden, tail, varying, clip) if f is not None]
@@ -176,9 +179,9 @@ def advice(
     elif ranked:
         best = ranked[0]
         said.append(
-            f"Of the corrections, {best['correction']} has the least error on these ratios: bias at most"
-            f" {best['bias']:.2g}, noise at most {best['noise']:.2g}"
-            f" at {best['responses_per_step']:.0f} responses a step."
+            f"Of the corrections, {best['correction']} has the least simulated error on these ratios,"
+            f" {best['error']:.2g} times that of {best['responses_per_step']:.0f} fresh responses"
+            f" (bias {best['bias']:.2g}, noise {best['noise']:.2g})."
         )
     after = sizes.get("sequence_after_mean")
     codes = {finding.code for finding in findings}

@@ -8,6 +8,7 @@ import math
 from itertools import pairwise
 
 import numpy as np
+from scipy import stats
 
 from sandbox.evidence import Evidence, Finding, Reference, Sample, mean_and_error
 
@@ -16,31 +17,33 @@ CERTAIN = 0.02  # nats; a token with -log q below it says nothing of a drift
 
 
 def constancy(evidence: Evidence, ref: Reference) -> tuple[dict, Finding | None]:
-    """Is d constant against step, position, length, surprise (-log q, for want of the entropy) and rank?
+    """Is d constant against step, position, length, entropy (where the dump has it), surprise (-log q) and rank?
 
     The mean square in the lowest and the highest fifth of each axis, capped at the 99th percentile so that a few tokens
-    decide nothing; but for surprise itself, relative to tokens as surprising. Errors take responses as clusters.
+    decide nothing; but for surprise and entropy, relative to tokens as surprising. Against those two it is that of
+    d / (1 - p), the error of a logit: d itself vanishes wherever the policy is sure, whatever the engine. Errors take
+    responses as clusters.
     """
     tokens, d = ref.tokens, ref.d
     if ref.basis == "logp_train" or len(d) < 200 or len(np.unique(tokens.response)) < 20:
         return {}, None
-    squares = d * d
+    squares = (d / np.maximum(ref.doubt, CERTAIN)) ** 2
     informative, relative = _relative(ref)
     axes = {
         "step": evidence.responses["step"][tokens.response],
         "position": tokens.position.astype(float),
         "length": evidence.responses["length"][tokens.response].astype(float),
+        "entropy": tokens.entropy,
         "surprise": -tokens.rollout,
         "rank": evidence.responses["rank"][tokens.response],
     }
     profile, varying = {}, []
     for name, value in axes.items():
         known = ~np.isnan(value) & ((value >= 0) | (name != "step"))
-        if name != "surprise":
-            known &= informative
+        known &= informative
         if len(np.unique(value[known])) < 2:
             continue
-        row = _ends(tokens, squares if name == "surprise" else relative, d, value, known, name == "rank")
+        row = _ends(tokens, squares if name in ("surprise", "entropy") else relative, d, value, known, name == "rank")
         if row is None:
             continue
         profile[name] = row
@@ -51,7 +54,7 @@ def constancy(evidence: Evidence, ref: Reference) -> tuple[dict, Finding | None]
     parts = [f"{name} (x {profile[name]['ratio_of_mean_squares']:.2g})" for name in varying]
     message = f"the discrepancy is not constant: its mean square changes with {', '.join(parts)}. A constant subtracted"
     message += " from it is wrong; " + " ".join(HINTS[name] for name in varying)
-    severity = "info" if varying == ["surprise"] else "warning"
+    severity = "info" if {*varying} <= {"surprise", "entropy"} else "warning"
     return profile, Finding("discrepancy_not_constant", severity, message, {name: profile[name] for name in varying})
 
 
@@ -59,6 +62,7 @@ HINTS = {
     "step": "growth over training is LoRA merging, or precision that the sharper policy outgrows.",
     "position": "growth along the response is the kernels' or the cache's.",
     "length": "long responses take other kernels (split-k, cascade attention).",
+    "entropy": "an error of logits that grows with the entropy is no constant offset of them.",
     "surprise": "unlikely tokens differ more, as with bfloat16 logits.",
     "rank": "one worker's engine differs: hardware, kernels, or weights that never arrived.",
 }
@@ -78,8 +82,10 @@ def _ends(
     else:
         edges = np.quantile(value[known], [0.2, 0.8])
         low, high = known & (value <= edges[0]), known & (value >= edges[1])
-        if edges[0] == edges[1]:
-            return None
+        if edges[0] == edges[1]:  # most tokens have one value: against the lower ones, or else the higher
+            low, high = known & (value < edges[0]), known & (value >= edges[0])
+            if not low.any():
+                low, high = known & (value == edges[0]), known & (value > edges[0])
     ends, errors, means, mean_errors = [], [], [], []
     for part in (low, high):
         some = tokens.where(part)
@@ -206,7 +212,9 @@ def _stale_rows(evidence: Evidence, ref: Reference, which: np.ndarray, level: np
     step, rank = r["step"][which], r["rank"][which]
     both = [one for one in np.unique(step) if high[step == one].any() and not high[step == one].all()]
     within = sum(int((step == one).sum()) for one in both) / len(step)
-    if within < 0.1 or (not np.isnan(rank).any() and _tells(rank, high)):
+    length = stats.rankdata(r["length"][which])
+    longer = (length[high].mean() - length[~high].mean()) / len(high)  # 1/2: every drifted one is longer
+    if within < 0.1 or abs(longer) > 0.45 or (not np.isnan(rank).any() and _tells(rank, high)):
         return None
     numbers = {
         "share_of_responses_drifted": float(high.mean()),

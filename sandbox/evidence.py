@@ -81,7 +81,8 @@ class Evidence:
 
     Args:
         responses: SUMS, SCALARS, and prompt (int code), version_train, lag_low, lag_high (MISSING where a token's is
-            unknown), lag_sum and lag_known (over tokens whose lag is known), length (uncounted tokens included). (n,)
+            unknown), mixed (drawn by more than one version), lag_sum and lag_known (over tokens whose lag is known),
+            length (uncounted tokens included). (n,)
         by_lag: lag -> tokens, sum of t^2; MISSING is a key.
         empty: lengths of the responses that are masked throughout.
         tops: log-probabilities of several tokens at one place, sampler's and trainer's, of the first TOP_TOKENS places
@@ -192,17 +193,15 @@ class _State:
         names = list(self.tables[0]) if self.tables else [*SUMS, *SCALARS, *RESPONSE]
         table = {name: np.concatenate([t[name] for t in self.tables] or [np.zeros(0)]) for name in names}
         empty = np.concatenate(self.empty) if self.empty else np.zeros(0, np.int64)
-        tops = (
-            (np.concatenate([q for q, _ in self.tops]), np.concatenate([p for _, p in self.tops]))
-            if self.tops
-            else None
-        )
+        tops = None
+        if self.tops:
+            tops = np.concatenate([q for q, _ in self.tops]), np.concatenate([p for _, p in self.tops])
         return Evidence(table, self.by_lag, sample, self.refused, self.n_rows, empty, tops)
 
 
 FLAT = {"response": int, "position": int, "rollout": float, "train": float, "sync": float, "old": float}
 FLAT |= {"lag": int, "token": int, "entropy": float, "weight": float}
-RESPONSE = ("prompt", "version_train", "lag_low", "lag_high", "lag_sum", "lag_known", "length")
+RESPONSE = ("prompt", "version_train", "lag_low", "lag_high", "mixed", "lag_sum", "lag_known", "length")
 
 
 def _flat(rollouts: Rollouts, first: int) -> Sample:
@@ -251,6 +250,9 @@ def _sums(flat: Sample, n: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarra
     sums["lag_low"] = np.minimum.reduceat(flat.lag, starts)
     sums["lag_high"] = np.where(sums["lag_low"] == MISSING, MISSING, np.maximum.reduceat(flat.lag, starts))
     has = flat.lag != MISSING
+    sums["mixed"] = np.minimum.reduceat(np.where(has, flat.lag, np.iinfo(int).max), starts) < np.maximum.reduceat(
+        flat.lag, starts
+    )
     sums["lag_sum"], sums["lag_known"] = total(np.where(has, flat.lag, 0)), total(has.astype(np.int64))
     return sums, tt
 
@@ -274,6 +276,11 @@ class Reference:
     @property
     def d(self) -> np.ndarray:
         return self.trainer - self.tokens.rollout
+
+    @property
+    def doubt(self) -> np.ndarray:
+        """1 - p of each token by the less certain engine: an error e of a logit moves log p by about e (1 - p). (m,)"""
+        return -np.expm1(np.minimum(np.minimum(self.tokens.rollout, self.trainer), 0.0))
 
 
 def reference(evidence: Evidence, resynced: bool = True, least: int = 1) -> Reference:

@@ -169,7 +169,7 @@ class Ragged:
 
     def take(self, rows: np.ndarray, lengths: np.ndarray) -> "Ragged":
         """The first `lengths` values of those rows; nan in the rows that have no list."""
-        if len(rows) == len(self.lengths) and np.array_equal(lengths, self.lengths):
+        if np.array_equal(rows, np.arange(len(self.lengths))) and np.array_equal(lengths, self.lengths):
             return self
         absent = self.lengths[rows] < 0
         index = _places(self.starts[:-1][rows], lengths)

@@ -6,17 +6,18 @@ where the log-probabilities that the sampler reports are not those it drew from,
 """
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from sandbox import alignment
+from sandbox.alignment import FEW
 from sandbox.arrays import log_softmax
-from sandbox.evidence import Evidence, Finding, Reference, Sample, by_response, mean_and_error, same_prefix
+from sandbox.evidence import Evidence, Finding, Reference, Sample, mean_and_error, same_prefix
 
-FEW = 0.05  # of the rows: more than this with one data bug is a bug of the run, not a few bad rows
 MATERIAL = 0.01  # nats RMS; a change of meaning that moves log-probabilities by less is not told from numerics
 SAME = 1e-6  # nats; two columns closer than this at nearly every token hold one thing
+EXPLAINED = 0.95  # of Var d by a slope: then it is no kept mass, which knows nothing of the token drawn
 ERRORS = 5.0  # standard errors of a deviation that is no chance
 
 
@@ -26,58 +27,17 @@ def findings(evidence: Evidence, ref: Reference) -> list[Finding]:
     Args:
         ref: the trainer's log-probabilities to hold against the sampler's, see `evidence.reference`.
     """
-    shifted = shift(ref)
-    found = [*refusals(evidence), greedy(evidence)]
-    if shifted is None:  # under a shift every other comparison of the two columns is of different tokens
-        cut = truncated_support(evidence, ref)
-        found += [*([] if cut else temperature(evidence, ref)), cut]
-        found += [] if cut else [declared_but_absent(evidence, ref)]
-    found += [shifted, low_precision_grid(ref)]
+    misaligned = alignment.misaligned(ref)
+    found = [*alignment.refusals(evidence), greedy(evidence)]
+    if not misaligned:  # else every other comparison of the two columns is of different tokens
+        tempered, cut = temperature(evidence, ref), truncated_support(evidence, ref)
+        if cut and not (tempered and tempered[0].evidence["explained_share_of_variance"] > EXPLAINED):
+            found.append(cut)
+        else:
+            found += [*tempered, declared_but_absent(evidence, ref)]
+    found += [*misaligned, low_precision_grid(ref)]
     found += [recomputed_old(evidence), double_correction(evidence)]
     return [finding for finding in found if finding is not None]
-
-
-def refusals(evidence: Evidence) -> Iterator[Finding]:
-    """One finding for each reason that the reader left something out; an error beyond FEW of the rows."""
-    rows: dict[str, set[str]] = {}
-    tokens: dict[str, int] = {}
-    whole: dict[str, int] = {}
-    examples: dict[str, str] = {}
-    for one in evidence.refused:
-        rows.setdefault(one.reason, set()).add(one.sample_id)
-        tokens[one.reason] = tokens.get(one.reason, 0) + one.tokens
-        whole[one.reason] = whole.get(one.reason, 0) + one.whole
-        examples.setdefault(one.reason, f"{one.sample_id}: {one.detail or one.reason}")
-    for reason, names in rows.items():
-        # a broken file is one entry, whatever it held
-        share = len(names) / max(evidence.n_rows, len(names))
-        numbers = {"rows": len(names), "rows_left_out": whole[reason], "tokens_left_out": tokens[reason]}
-        numbers |= {"n_rows": evidence.n_rows, "share_of_rows": share, "example": examples[reason]}
-        severity = "error" if share > FEW or reason in ("truncated_file", "unsafe_pickle") else "warning"
-        if reason in ("truncated_file", "unsafe_pickle") and evidence.n_rows:
-            severity = "warning"  # the other files are whole
-        yield Finding(
-            reason, severity, f"{MENDS.get(reason, reason)} ({len(names)} of {evidence.n_rows} rows)", numbers
-        )
-
-
-MENDS = {
-    "ids_differ": "sampler and trainer saw different token ids: train on the sampled ids, never on retokenised text",
-    "lengths_differ": "columns of one row have different lengths: never pad log-probabilities to the length of ids",
-    "nonfinite": "nan in a counted token, or a drawn token of probability 0: the logits were garbage; find the step",
-    "positive_logprob": "log-probabilities above 0: logits were stored, or another axis was normalised",
-    "placeholder": "numbers that stand for no value (0.0, 1, -9999) are counted: mask them (a re-added EOS too)",
-    "observation_tokens": "tokens that nobody sampled (tool output) are counted: mask them out of the loss",
-    "negative_lag": "the sampler's version is newer than the trainer's: version stamps are swapped or late",
-    "duplicate": "the same sample stands more than once: it would count twice",
-    "missing_version": "versions are missing or no whole numbers: they are no lag 0; stamp every token at generation",
-    "missing_logprob": "log-probabilities of one engine are missing: they were left out, not set to 0",
-    "not_a_mask": "the mask holds weights, not 0 and 1: a loss that multiplies by it reweights responses",
-    "mixed_schema": "rows have different columns or types: more than one writer, or more than one format",
-    "unreadable_row": "rows that cannot be parsed: the writer was killed, or two wrote at once",
-    "truncated_file": "a file that is not whole: wait for the writer, or leave it out",
-    "unsafe_pickle": "a file that could run code was not opened: --trust-pickle opens it",
-}
 
 
 def greedy(evidence: Evidence) -> Finding | None:
@@ -92,29 +52,44 @@ def greedy(evidence: Evidence) -> Finding | None:
     return Finding("temperature", "error" if share > FEW else "warning", message, numbers)
 
 
-def fit_temperature(logp_from: np.ndarray, logp_to: np.ndarray) -> tuple[float, float]:
-    """T with log softmax(logp_from / T) closest to logp_to, and the RMS (nats) that is left; for whole distributions.
+def fit_temperature(logp_from: np.ndarray, logp_to: np.ndarray) -> tuple[float, float, float]:
+    """T with log softmax(logp_from / T) closest to logp_to; the RMS under logp_to left by it, and by T = 1, nats.
 
     Args:
-        logp_from, logp_to: log-probabilities of every token, or logits. (..., V) both
+        logp_from, logp_to: log-probabilities, or logits, of the same tokens; of every token, or of some: tempered and
+            renormalised over any set of tokens, both stay a softmax of the set's logits over T. (..., k) both
     """
     logp_to = log_softmax(np.asarray(logp_to, float))
     logp_from = np.asarray(logp_from, float)
 
     def misfit(log_temperature: float) -> float:
-        return float(np.mean(np.exp(logp_to) * (log_softmax(logp_from / math.exp(log_temperature)) - logp_to) ** 2))
+        square = (log_softmax(logp_from / math.exp(log_temperature)) - logp_to) ** 2
+        return float(np.mean((np.exp(logp_to) * square).sum(-1)))
 
     best = minimize_scalar(misfit, bounds=(-3, 3), method="bounded", options={"xatol": 1e-8})
-    return math.exp(best.x), math.sqrt(best.fun * logp_to.shape[-1])
+    return math.exp(best.x), math.sqrt(best.fun), math.sqrt(misfit(0.0))
 
 
 def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
     """Trainer and sampler divide logits by different temperatures: log p = log q / T + a term of the prefix.
 
-    Tokens drawn after one prefix share that term, so within prefixes the slope of log p on log q is 1 / T exactly.
-    Where too few share one, over all tokens: the prefixes' term then hides some of it.
+    T is fitted to distributions where the dump has them. Of sampled tokens alone, those drawn after one prefix share
+    its term, so within prefixes the slope of log p on log q is 1 / T exactly. Where too few share one, over all
+    tokens: the prefixes' term then hides some of it.
     """
     q, d = ref.tokens.rollout, ref.d
+    if evidence.tops is not None and evidence.tops[0].shape[1] > 1 and len(evidence.tops[0]):
+        ratio, left, before = fit_temperature(*evidence.tops)
+        if abs(math.log(ratio)) < 0.02 or before < MATERIAL or left > 0.5 * before:
+            return []
+        numbers = {
+            "temperature_ratio": ratio,
+            "explained_share_of_variance": 1 - (left / before) ** 2,
+            "rms_as_it_stands_nats": before,
+            "rms_after_tempering_nats": left,
+        }
+        numbers |= {"n_places": len(evidence.tops[0]), "tokens_a_place": evidence.tops[0].shape[1]}
+        return _temperature(evidence, ref, ratio, numbers)
     if len(q) < 3 or q.std() < 1e-3 or math.sqrt(np.mean(d * d)) < MATERIAL:
         return []
     x, y, freedom, groups = _within_prefixes(evidence, ref)
@@ -129,19 +104,27 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
     if explained < needed or abs(slope) < 0.02 or abs(slope) < ERRORS * error or slope <= -1:
         return []
     ratio = 1 / (1 + slope)
-    declared = _one_value(evidence.responses["temperature"])
-    (up, up_error), (down, down_error) = (mean_and_error(ref.tokens, np.expm1(s * d)) for s in (1, -1))
     numbers = {
         "temperature_ratio": ratio,
         "slope_of_trainer_on_sampler": 1 + slope,
         "explained_share_of_variance": explained,
         "slope_within_prefixes": within,
         "degrees_of_freedom": freedom,
+        "correlation": float(np.corrcoef(q, ref.trainer)[0, 1]),
+    }
+    return _temperature(evidence, ref, ratio, numbers)
+
+
+def _temperature(evidence: Evidence, ref: Reference, ratio: float, numbers: dict) -> list[Finding]:
+    """The finding, and `raw_logprobs` where it is the sampler that does not report what it drew from."""
+    declared = _one_value(evidence.responses["temperature"])
+    (up, up_error), (down, down_error) = (mean_and_error(ref.tokens, np.expm1(s * ref.d)) for s in (1, -1))
+    numbers |= {
         "declared_temperature": declared,
         "mean_ratio_trainer_over_sampler": 1 + up,
         "mean_ratio_sampler_over_trainer": 1 + down,
         "basis": ref.basis,
-        "n_tokens": len(q),
+        "n_tokens": len(ref.d),
     }
     message = f"trainer and sampler differ by a temperature: log p is about log q / {ratio:.2f}; temper both engines'"
     message += " logits alike before any correction"
@@ -150,8 +133,7 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
     sampler_lies = abs(up) > ERRORS * up_error and abs(down) < 3 * down_error
     sampler_true = abs(down) > ERRORS * down_error and abs(up) < 3 * up_error
     if not sampler_lies and not sampler_true and declared not in (None, 0.0, 1.0):
-        to = abs(math.log(ratio) - math.log(declared))
-        sampler_lies = to < 0.05 and to < abs(math.log(ratio) + math.log(declared))
+        sampler_lies = (ratio < 1) == (declared < 1)  # else it is the trainer that is not tempered
     if sampler_lies:
         message = f"the sampler reports raw log-probabilities (temperature 1) of tokens drawn at {ratio:.2f}: have it"
         message += " report processed ones (vLLM: logprobs_mode processed_logprobs)"
@@ -228,38 +210,6 @@ def declared_but_absent(evidence: Evidence, ref: Reference) -> Finding | None:
     return Finding("raw_logprobs", "warning", message, numbers)
 
 
-def shift(ref: Reference) -> Finding | None:
-    """The trainer's log-probabilities are those of the neighbouring token."""
-    tokens, trainer = ref.tokens, ref.trainer
-    next_to = (np.diff(tokens.response) == 0) & (np.diff(tokens.position) == 1)
-    first = np.flatnonzero(next_to)
-    if not len(first):
-        return None
-    pairs = tokens.where(first)
-    which, here = by_response(pairs, np.abs(ref.d[first]))
-    left = by_response(pairs, np.abs(trainer[first] - tokens.rollout[first + 1]))[1]
-    right = by_response(pairs, np.abs(trainer[first + 1] - tokens.rollout[first]))[1]
-    enough = np.bincount(np.unique(pairs.response, return_inverse=True)[1]) >= 3
-    far = enough & (here > 0.2)
-    to_left, to_right = far & (left < 0.25 * here), far & (right < 0.25 * here)
-    share = float((to_left | to_right).sum() / max(enough.sum(), 1))
-    if share <= FEW:
-        return None
-    side, aligned = ("left", left) if to_left.sum() >= to_right.sum() else ("right", right)
-    rows = to_left if side == "left" else to_right
-    numbers = {
-        "mean_abs_as_it_stands_nats": float(here[rows].mean()),
-        "mean_abs_aligned_nats": float(aligned[rows].mean()),
-        "share_of_responses": share,
-        "n_responses": int(enough.sum()),
-        "n_tokens": int(np.isin(pairs.response, which[rows]).sum()),
-        "basis": ref.basis,
-    }
-    other = "logp_rollout[i + 1]" if side == "left" else "logp_rollout[i - 1]"
-    message = f"the trainer is shifted {side} by 1: logp_train[i] belongs to {other}; align labels before gathering"
-    return Finding("shift", "error", message, numbers)
-
-
 def low_precision_grid(ref: Reference) -> Finding | None:
     """A column holds only numbers that bfloat16 (or float16) can hold: its rounding is part of the discrepancy."""
     for name, values in (("logp_rollout", ref.tokens.rollout), ("the trainer's", ref.trainer)):
@@ -319,8 +269,15 @@ def recomputed_old(evidence: Evidence) -> Finding | None:
 
 
 def double_correction(evidence: Evidence) -> Finding | None:
-    """old is the sampler's own column (bypass): pi / old is the whole ratio, and a further weight counts it twice."""
+    """The weight that was applied is (pi / q)^2; or would be, as old is the sampler's own column (bypass)."""
     sample: Sample = evidence.sample
+    here = (sample.weight > 0) & np.isfinite(sample.train)
+    t = (sample.train - sample.rollout)[here]
+    if (t * t).sum() > len(t) * MATERIAL**2:
+        power = float(np.log(sample.weight[here]) @ t / (t @ t))
+        if abs(power - 2) < 0.1:
+            message = "the applied weight is (pi / q)^2: the correction is applied twice; drop one of the two ratios"
+            return Finding("double_correction", "error", message, {"power_of_ratio": power, "n_tokens": len(t)})
     here = np.isfinite(sample.old) & np.isfinite(sample.train)
     share = _share_same(sample.old[here], sample.rollout[here])
     t = sample.train[here] - sample.rollout[here]
