@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sandbox import dumps, exact, policy, problems, refusals
+from sandbox import dumps, exact, problems, refusals
 from sandbox.arrays import log_softmax
 from sandbox.errors import BadInput
 from sandbox.problems import Problem
@@ -60,6 +60,12 @@ CAUSES: dict[str, Cause] = {
     "published before applied": Cause("hidden_staleness", "hidden_staleness", sync=False),
     "old at current weights": Cause("not_identifiable", "recomputed_old", sync=False),
     "reward collapses alone": Cause("prediction_failed", "prediction_failed"),
+    "padding of -9999": Cause("semantics", "placeholder"),
+    "negative lag": Cause("semantics", "negative_lag"),
+    "text encoded again": Cause("semantics", "retokenised"),
+    "weights as a mask": Cause("semantics", "not_a_mask"),
+    "corrected twice": Cause("semantics", "double_correction", period=3),
+    "bfloat16 logits, sure": Cause("healthy", discrepancy=0.0),
 }
 
 
@@ -77,7 +83,7 @@ def rows(cause: str, seed: int, steps: int = 12, responses: int = 32) -> list[di
         raise BadInput(f"cause is {cause!r}, expected one of {', '.join(CAUSES)}")
     asked, rng = CAUSES[cause], np.random.default_rng(np.random.SeedSequence([seed, list(CAUSES).index(cause)]))
     problem = problems.state_machine(rng, STATES, VOCABULARY, LONGEST)
-    weights = _training(rng, problem, steps)
+    weights = _training(rng, problem, steps, cause)
     offset = asked.discrepancy * rng.uniform(0.7, 1.4) * rng.normal(size=problem.shape)
     size = rng.uniform(0.0, 1.0)  # of what is wrong, between mild and strong
     found, start = [], 0
@@ -100,7 +106,7 @@ def rows(cause: str, seed: int, steps: int = 12, responses: int = 32) -> list[di
     return found
 
 
-def _training(rng: np.random.Generator, problem: Problem, updates: int) -> list[np.ndarray]:
+def _training(rng: np.random.Generator, problem: Problem, updates: int, cause: str) -> list[np.ndarray]:
     """Logits of every version: noisy steps along the exact gradient, sure in some states and unsure in others."""
     logits = rng.uniform(0.5, 3.5, size=(STATES, 1)) * rng.normal(size=problem.shape)
     versions = [logits]
@@ -109,7 +115,7 @@ def _training(rng: np.random.Generator, problem: Problem, updates: int) -> list[
         scale = 0.045 / max(float(np.sqrt(np.mean(gradient**2))), 1e-12)
         logits = logits + scale * gradient + 0.05 * rng.normal(size=problem.shape)
         versions.append(logits)
-    return versions
+    return versions if cause != "bfloat16 logits, sure" else [2.5 * logits for logits in versions]
 
 
 class _Group:
@@ -140,7 +146,10 @@ class _Group:
         if self.cause == "mixture":  # routing flips in some (prefix, token) pairs, anew for every response
             flips = rng.random(offset.shape) < 0.01 + 0.015 * self.size
             offset = offset + flips * rng.normal(size=offset.shape)
-        raw = log_softmax(log_softmax(self.weights[version]) + offset)
+        logits = self.weights[version]
+        if self.cause.startswith("bfloat16 logits"):
+            logits = bfloat16(logits)
+        raw = log_softmax(log_softmax(logits) + offset)
         q = log_softmax(raw / self.temperature)
         if self.top_k or self.top_p < 1:
             q = _cut(q, self.top_p, self.top_k)
@@ -215,6 +224,19 @@ class _Group:
             row["trainer_token_ids"] = other
         elif self.cause == "bfloat16":
             row["logp_rollout"] = bfloat16(q)
+        elif self.cause == "padding of -9999":
+            q[int(rng.integers(length))] = -9999.0
+        elif self.cause == "negative lag" and rng.random() < 0.15 + 0.3 * self.size:
+            row["version_rollout"] = self.step + 1
+        elif self.cause == "text encoded again" and rng.random() < 0.25 + 0.4 * self.size:
+            at = int(rng.integers(2, length - 6))  # two tokens become one, and the last place is filled with something
+            for name in ("logp_train", "logp_sync"):
+                one = row[name][at] + row[name][at + 1] - rng.uniform(0, 2)
+                row[name] = np.concatenate([row[name][:at], [one], row[name][at + 2 :], [-rng.exponential()]])
+        elif self.cause == "weights as a mask":
+            row["mask"] = row["mask"] * rng.uniform(0.2, 1.5)
+        elif self.cause == "corrected twice":
+            row["weight"] = np.exp(2 * (row["logp_train"] - q))
         elif self.cause == "published before applied":
             row["version_rollout"] = self.step
         elif self.cause == "weights arrive late":
@@ -245,19 +267,3 @@ def _cut(q: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     cut = np.full(q.shape, -math.inf)
     np.put_along_axis(cut, order, np.where(keep, ranked, -math.inf), axis=1)
     return cut - np.log(np.exp(cut).sum(axis=1, keepdims=True))
-
-
-def draw(case: problems.Case, rng: np.random.Generator, responses: int) -> list[dict[str, Any]]:
-    """Rows of one step of a case of the theory: pi, mu and q as they are, nothing wrong, lag 1.
-
-    For holding a diagnosis against the exact numbers of the same case.
-    """
-    policies = policy.policies_of(case)
-    uniform = rng.random((1, responses, case.problem.horizon))
-    found = []
-    for i, pairs in enumerate(policy.draw(case.problem, policies.rollout[None], uniform)[0]):
-        pairs = pairs[pairs >= 0]
-        train, sync, rollout = (table.ravel()[pairs] for table in policies)
-        row = {"logp_train": train, "logp_sync": sync, "logp_rollout": rollout, "step": 0, "sample_id": str(i)}
-        found.append(row | {"version_rollout": 0, "version_train": 1})
-    return found

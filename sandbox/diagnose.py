@@ -50,9 +50,8 @@ def outcome(evidence: Evidence) -> dict[str, Any]:
         f.severity == "error" and f.code in ("shift", "retokenised", "temperature", "truncated_support")
         for f in findings
     ):
-        profile, varying = drift.constancy(evidence, ref)
-        tail, hidden = attribution.mixture_tail(ref), drift.hidden_staleness(evidence, ref)
-        findings += [f for f in (hidden, tail, varying, clip) if f is not None]
+        profile, drifting = drift.drift(evidence, ref)
+        findings += [*drifting, *(f for f in (attribution.mixture_tail(ref), clip) if f is not None)]
     sizes = judgement.ess(evidence, resynced)
     steps = judgement.by_step(evidence, resynced)
     failed = judgement.prediction_failed(steps)

@@ -16,7 +16,19 @@ FLOOR = 1e-14  # nats^2; float64 log-probabilities of one computation differ by 
 CERTAIN = 0.02  # nats; a token with -log q below it says nothing of a drift
 
 
-def constancy(evidence: Evidence, ref: Reference) -> tuple[dict, Finding | None]:
+def drift(evidence: Evidence, ref: Reference) -> tuple[dict, list[Finding]]:
+    """The profile of `_constancy`, and what it and `_hidden_staleness` find; nothing without a reference."""
+    if ref.basis == "logp_train":
+        return {}, []
+    informative, relative = _relative(ref)
+    hidden = _hidden_staleness(evidence, ref, *row_levels(ref, informative, relative))
+    profile, varying = _constancy(evidence, ref, informative, relative)
+    return profile, [finding for finding in (hidden, varying) if finding is not None]
+
+
+def _constancy(
+    evidence: Evidence, ref: Reference, informative: np.ndarray, relative: np.ndarray
+) -> tuple[dict, Finding | None]:
     """Is d constant against step, position, length, entropy (where the dump has it), surprise (-log q) and rank?
 
     The mean square in the lowest and the highest fifth of each axis, capped at the 99th percentile so that a few tokens
@@ -25,10 +37,9 @@ def constancy(evidence: Evidence, ref: Reference) -> tuple[dict, Finding | None]
     responses as clusters.
     """
     tokens, d = ref.tokens, ref.d
-    if ref.basis == "logp_train" or len(d) < 200 or len(np.unique(tokens.response)) < 20:
+    if len(d) < 200 or len(np.unique(tokens.response)) < 20:
         return {}, None
     squares = (d / np.maximum(ref.doubt, CERTAIN)) ** 2
-    informative, relative = _relative(ref)
     axes = {
         "step": evidence.responses["step"][tokens.response],
         "position": tokens.position.astype(float),
@@ -128,20 +139,22 @@ def _relative(ref: Reference) -> tuple[np.ndarray, np.ndarray]:
     return informative, relative
 
 
-def row_levels(ref: Reference, least: int = 8) -> tuple[np.ndarray, np.ndarray]:
+def row_levels(
+    ref: Reference, informative: np.ndarray, relative: np.ndarray, least: int = 8
+) -> tuple[np.ndarray, np.ndarray]:
     """Responses, and log of the median d^2 of each relative to that of tokens as surprising as its own.
 
     A few wild tokens do not move it, nor do easy responses: tokens that were certain say nothing of a drift, and
     what is said twice in a response counts once. Responses with fewer than `least` tokens left are left out.
     """
-    informative, relative = _relative(ref)
     keep = np.flatnonzero(informative)
     if not len(keep):
         return np.zeros(0, int), np.zeros(0)
-    response = ref.tokens.response[keep]
-    order = np.lexsort((ref.d[keep], ref.tokens.rollout[keep], response))
-    columns = np.stack([response, ref.tokens.rollout[keep], ref.d[keep]])[:, order]
-    keep = keep[order[np.append(True, (np.diff(columns, axis=1) != 0).any(axis=0))]]
+    # a stable sort by one number of d and q within a response: equal pairs become neighbours
+    response, pair = ref.tokens.response[keep], ref.tokens.rollout[keep] + np.pi * ref.d[keep]
+    order = np.lexsort((pair, response))
+    again = (np.diff(response[order], prepend=-1) == 0) & (np.diff(pair[order], prepend=np.nan) == 0)
+    keep = keep[order[~again]]
     response, squares = ref.tokens.response[keep], relative[keep]
     which, index, counts = np.unique(response, return_inverse=True, return_counts=True)
     middle = squares[np.lexsort((squares, index))][np.cumsum(counts) - counts + counts // 2]
@@ -149,11 +162,8 @@ def row_levels(ref: Reference, least: int = 8) -> tuple[np.ndarray, np.ndarray]:
     return which[enough], np.log(middle[enough])
 
 
-def hidden_staleness(evidence: Evidence, ref: Reference) -> Finding | None:
+def _hidden_staleness(evidence: Evidence, ref: Reference, which: np.ndarray, level: np.ndarray) -> Finding | None:
     """Drift where there should be none, at declared lag 0 or in logp_sync: growing and reset again, or in some rows."""
-    if ref.basis == "logp_train":
-        return None
-    which, level = row_levels(ref)
     if len(which) < 16:
         return None
     return _sawtooth(evidence.responses["step"][which], level, ref) or _stale_rows(evidence, ref, which, level)

@@ -2,11 +2,12 @@
 
 Chunks are added one by one and forgotten. Everything that must be exact (mean squares, KL, sequence weights) comes from
 the sums; what needs single tokens (regressions, medians, tails, corrections) from the sample, which is the whole dump
-up to a million tokens. Log ratios are trainer minus sampler, nats.
+up to half a million tokens. Log ratios are trainer minus sampler, nats.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from sandbox import ratios
 from sandbox.rollouts import MISSING, Chunk, Refused, Rollouts
 
-SAMPLE_TOKENS = 1_000_000
+SAMPLE_TOKENS = 2**19
 TOP_TOKENS = 20_000
 LAGS = 4096  # above it a chunk's lags are sorted instead of counted
 ALIVE = 700.0  # nats; e^t overflows beyond
@@ -250,9 +251,8 @@ def _sums(flat: Sample, n: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarra
     sums["lag_low"] = np.minimum.reduceat(flat.lag, starts)
     sums["lag_high"] = np.where(sums["lag_low"] == MISSING, MISSING, np.maximum.reduceat(flat.lag, starts))
     has = flat.lag != MISSING
-    sums["mixed"] = np.minimum.reduceat(np.where(has, flat.lag, np.iinfo(int).max), starts) < np.maximum.reduceat(
-        flat.lag, starts
-    )
+    newest, oldest = np.where(has, flat.lag, np.iinfo(int).max), flat.lag
+    sums["mixed"] = np.minimum.reduceat(newest, starts) < np.maximum.reduceat(oldest, starts)
     sums["lag_sum"], sums["lag_known"] = total(np.where(has, flat.lag, 0)), total(has.astype(np.int64))
     return sums, tt
 
@@ -273,18 +273,18 @@ class Reference:
     tokens: Sample
     trainer: np.ndarray
 
-    @property
+    @cached_property
     def d(self) -> np.ndarray:
         return self.trainer - self.tokens.rollout
 
-    @property
+    @cached_property
     def doubt(self) -> np.ndarray:
         """1 - p of each token by the less certain engine: an error e of a logit moves log p by about e (1 - p). (m,)"""
         return -np.expm1(np.minimum(np.minimum(self.tokens.rollout, self.trainer), 0.0))
 
 
-def reference(evidence: Evidence, resynced: bool = True, least: int = 1) -> Reference:
-    """The best reference that the sample has: logp_sync, or else at least `least` tokens of lag 0.
+def reference(evidence: Evidence, resynced: bool = True) -> Reference:
+    """The best reference that the sample has: logp_sync, or else the tokens of lag 0.
 
     Args:
         resynced: whether logp_sync can be trusted to be at the sampler's weights.
@@ -292,10 +292,10 @@ def reference(evidence: Evidence, resynced: bool = True, least: int = 1) -> Refe
     sample = evidence.sample
     synced = np.isfinite(sample.sync) if resynced else np.zeros(len(sample), bool)
     at_zero = (sample.lag == 0) & np.isfinite(sample.train)
-    if synced.sum() >= least:
+    if synced.any():
         tokens = sample.where(synced)
         return Reference("logp_sync", tokens, tokens.sync)
-    if at_zero.sum() >= least:
+    if at_zero.any():
         tokens = sample.where(at_zero)
         return Reference("lag 0", tokens, tokens.train)
     tokens = sample.where(np.isfinite(sample.train))
@@ -307,19 +307,12 @@ def k3(t: np.ndarray) -> np.ndarray:
     return ratios.ESTIMATORS["k3"](np.minimum(t, ALIVE))
 
 
-def by_response(tokens: Sample, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the responses that have a token here, and the mean of each one's values."""
-    which, index = np.unique(tokens.response, return_inverse=True)
-    return which, np.bincount(index, values) / np.bincount(index)
-
-
 def mean_and_error(tokens: Sample, values: np.ndarray) -> tuple[float, float]:
     """Mean over tokens, and its standard error with responses as clusters; (nan, nan) without a token."""
     if not len(values):
         return np.nan, np.nan
     mean = float(values.mean())
-    _, index = np.unique(tokens.response, return_inverse=True)
-    sums = np.bincount(index, values - mean)
+    sums = np.add.reduceat(values - mean, np.flatnonzero(np.diff(tokens.response, prepend=-1)))
     groups = len(sums)
     if groups < 2:  # one response: its tokens stand for themselves
         return mean, float(values.std() / np.sqrt(max(len(values) - 1, 1)))

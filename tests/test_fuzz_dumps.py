@@ -9,9 +9,13 @@ import polars as pl
 import pytest
 import torch
 
+from realmodel import diagnosis
+from realmodel.readers import read
+from sandbox import results
+from sandbox.diagnose import diagnose
 from sandbox.errors import BadInput
 from tests.dump_files import WRITERS, canonical_rows, responses, save, write_lines
-from tests.test_readers import everything
+from tests.test_readers import check_counts
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -117,14 +121,20 @@ def fuzz(seeds: range, folder: Path) -> Counter:
         name = list(WRITERS)[seed % len(WRITERS)]
         path, rows = damaged(name, rng, folder / f"{seed}")
         try:
-            _, reasons, read_rows = everything(path)
+            chunks = list(read([path]))
         except BadInput as error:
             outcome["refused"] += 1
             outcome["several lines"] += "\n" in str(error)
             continue
-        assert rows is None or read_rows == rows, (seed, name)
+        for chunk in chunks:
+            check_counts(chunk)
+        assert rows is None or sum(chunk.n_rows for chunk in chunks) == rows, (seed, name)
+        told = diagnose(chunks) if sum(chunk.n_rows for chunk in chunks) else {"refused": True}
         outcome["read"] += 1
-        outcome["with reasons"] += bool(reasons)
+        outcome["with reasons"] += bool(told["refused"])
+        if len(told) > 1:
+            json.loads(results.to_json(told))
+            diagnosis.tables(told)
     return outcome
 
 
