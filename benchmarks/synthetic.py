@@ -69,9 +69,11 @@ CAUSES: dict[str, Cause] = {
 }
 
 
-def chunk(rows: list[dict[str, Any]], lag: int | None = None) -> Chunk:
+def chunk(rows: list[dict[str, Any]], lag: int | None = None, seen: set | None = None) -> Chunk:
     """Rows as the readers would hand them over, what cannot be used left out."""
-    return refusals.check(dumps.table_of("synthetic", np.arange(len(rows)), rows, []), set(), lag)
+    return refusals.check(
+        dumps.table_of("synthetic", np.arange(len(rows)), rows, []), set() if seen is None else seen, lag
+    )
 
 
 def rows(cause: str, seed: int, steps: int = 12, responses: int = 32) -> list[dict[str, Any]]:

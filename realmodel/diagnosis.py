@@ -132,7 +132,7 @@ def figures(outcome: dict[str, Any], collected: Evidence) -> list[tuple[str, str
         )
         drawn.append(("ESS by step", text, plots.svg(figure)))
     prediction = outcome["collapse_prediction"]
-    if prediction["points_used"]:
+    if prediction["curve"]:
         figure, ax = _axes("updates since the sync", "-ln ESS of the lag")
         k = np.array([row["k"] for row in prediction["curve"]], float)
         ax.plot(k, [row["var_log_ratio"] for row in prediction["curve"]], "o", label="measured")

@@ -146,7 +146,7 @@ def read(
                 rows += chunk.n_rows
                 yield chunk
         except (BadInput, OSError) as error:
-            reason = error.reason if isinstance(error, dumps.Unreadable) else "truncated_file"
+            reason = "truncated_file" if isinstance(error, OSError) else getattr(error, "reason", "mixed_schema")
             message = str(error) if isinstance(error, BadInput) else f"{path}: {error.strerror}"
             refused.append(Refused(str(path), reason, detail=message))
     if refused and not rows:
@@ -198,6 +198,8 @@ def _json_format(path: Path, format: str | None, names: Mapping[str, str]) -> Js
     if format is not None:
         if format not in known:
             raise dumps.Unreadable("mixed_schema", f"{path} is no file of torch, which {format} writes")
+        if names:
+            dumps.check_there(names, set().union(*dumps.first_keys(path)), str(path))
         return known[format]
     seen: set[str] = set()
     for keys in dumps.first_keys(path):

@@ -8,7 +8,7 @@ nobody asked for are skipped and a value of another type is an error of its row.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,14 @@ def check_names(names: Mapping[str, str]) -> None:
     for name in theirs:
         if theirs.count(name) > 1:
             raise BadInput(f"map: column {name!r} is mapped twice")
+
+
+def check_there(names: Mapping[str, str], columns: Collection[str], source: str) -> None:
+    """Raises BadInput for a --map of a column that the file does not have."""
+    for name, theirs in names.items():
+        if theirs not in columns:
+            told = ", ".join(sorted(columns)[:20])
+            raise BadInput(f"map: {source} has no column {theirs!r} for {name}; it has {told}")
 
 
 def table_of(source: str, rows: np.ndarray, values: list[dict[str, Any]], refused: list[Refused]) -> Table:
@@ -171,6 +179,7 @@ def read_parquet(path: Path, names: Mapping[str, str], source: str) -> Iterator[
         frame = pl.scan_parquet(path, glob=False)
         theirs = [name for name in frame.collect_schema().names() if name in wanted]
         height = frame.select(pl.len()).collect().item()
+    check_there(names, frame.collect_schema().names(), source)
     if not {names.get(name, name) for name in ("logp_rollout", "logp_train", "logp_old")} & {*theirs}:
         columns = ", ".join(frame.collect_schema().names()[:20])
         raise Unreadable("mixed_schema", f"{source} holds no log-probabilities under a known name; it has {columns}")
