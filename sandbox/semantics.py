@@ -6,6 +6,7 @@ where the log-probabilities that the sampler reports are not those it drew from,
 """
 
 import math
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -102,7 +103,14 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
     # lag makes policies sharper too, but not by a straight line
     needed = 0.99 if len(q) < 50 else 0.7 if within else 0.6 if ref.basis == "logp_train" else 0.4
     if explained < needed or abs(slope) < 0.02 or abs(slope) < ERRORS * error or slope <= -1:
-        return []
+        who, means = _drawn_by(ref)
+        if who != "trainer" or len(q) < 50:
+            return []
+        message = "the sampler reports log-probabilities of another distribution than it drew from, and the trainer's"
+        message += (
+            " are of the one it drew from: have it report processed ones (vLLM: logprobs_mode processed_logprobs)"
+        )
+        return [Finding("raw_logprobs", "error", message, means | {"explained_share_of_variance": explained})]
     ratio = 1 / (1 + slope)
     numbers = {
         "temperature_ratio": ratio,
@@ -118,27 +126,29 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
 def _temperature(evidence: Evidence, ref: Reference, ratio: float, numbers: dict) -> list[Finding]:
     """The finding, and `raw_logprobs` where it is the sampler that does not report what it drew from."""
     declared = _one_value(evidence.responses["temperature"])
-    (up, up_error), (down, down_error) = (mean_and_error(ref.tokens, np.expm1(s * ref.d)) for s in (1, -1))
-    numbers |= {
-        "declared_temperature": declared,
-        "mean_ratio_trainer_over_sampler": 1 + up,
-        "mean_ratio_sampler_over_trainer": 1 + down,
-        "basis": ref.basis,
-        "n_tokens": len(ref.d),
-    }
+    who, means = _drawn_by(ref)
+    numbers |= {"declared_temperature": declared} | means
     message = f"trainer and sampler differ by a temperature: log p is about log q / {ratio:.2f}; temper both engines'"
     message += " logits alike before any correction"
     found = [Finding("temperature", "error", message, numbers)]
-    # who drew? the engine whose probabilities the ratios average to 1 under
-    sampler_lies = abs(up) > ERRORS * up_error and abs(down) < 3 * down_error
-    sampler_true = abs(down) > ERRORS * down_error and abs(up) < 3 * up_error
-    if not sampler_lies and not sampler_true and declared not in (None, 0.0, 1.0):
-        sampler_lies = (ratio < 1) == (declared < 1)  # else it is the trainer that is not tempered
-    if sampler_lies:
+    if not who and declared not in (None, 0.0, 1.0):
+        who = "trainer" if (ratio < 1) == (declared < 1) else "sampler"  # whose temperature is the declared one
+    if who == "trainer":
         message = f"the sampler reports raw log-probabilities (temperature 1) of tokens drawn at {ratio:.2f}: have it"
         message += " report processed ones (vLLM: logprobs_mode processed_logprobs)"
         found.append(Finding("raw_logprobs", "error", message, numbers))
     return found
+
+
+def _drawn_by(ref: Reference) -> tuple[Literal["trainer", "sampler", ""], dict]:
+    """Whose probabilities the tokens were drawn from, if the means of p / q and q / p tell: under q, E[p / q] = 1 and
+    E[q / p] = 1 + chi2; under p it is the other way round."""
+    (up, up_error), (down, down_error) = (mean_and_error(ref.tokens, np.expm1(s * ref.d)) for s in (1, -1))
+    means = {"mean_ratio_trainer_over_sampler": 1 + up, "mean_ratio_sampler_over_trainer": 1 + down}
+    means |= {"basis": ref.basis, "n_tokens": len(ref.d)}
+    if up > ERRORS * up_error and abs(down) < 3 * down_error:
+        return "trainer", means
+    return "sampler" if down > ERRORS * down_error and abs(up) < 3 * up_error else "", means
 
 
 def _within_prefixes(evidence: Evidence, ref: Reference) -> tuple[np.ndarray, np.ndarray, int, int]:
