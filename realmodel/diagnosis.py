@@ -90,20 +90,15 @@ def numbers(outcome: dict[str, Any]) -> list[dict[str, Any]]:
         add(f"Pareto k, {unit}", size["pareto_k"], f"limit {size['pareto_k_limit']:.2f}", "π / q", size["n"])
     stale, predicted = outcome["staleness"], outcome["collapse_prediction"]
     add("lag, mean", stale["mean"], f"versions; {stale['coverage']:.0%} of tokens say", "drawn to consumed", tokens)
-    add(
-        "ess_step, predicted",
-        predicted["ess_step"],
-        "updates since the sync",
-        predicted["of"],
-        predicted["points_used"],
-    )
-    add(
-        "sync period",
-        predicted["sync_period"],
-        "updates, to hold ESS above 1/2",
-        predicted["of"],
-        predicted["points_used"],
-    )
+    ratio, points = predicted["of"], sum(row["n"] for row in predicted["curve"])
+    when = predicted["why"] if math.isnan(predicted["ess_step"]) else predicted["ess_step"]
+    add("ess_step, predicted", when, "updates since the sync", ratio, points)
+    if math.isfinite(predicted["observed_ess_step"]):
+        add(
+            "lag whose ESS is below 1/2, first", predicted["observed_ess_step"], "updates since the sync", ratio, points
+        )
+    if math.isfinite(predicted["sync_period"]):
+        add("sync period", predicted["sync_period"], "updates, to hold ESS above 1/2", ratio, points)
     return rows
 
 
