@@ -150,7 +150,8 @@ class _State:
             flat = Sample(number[flat.response - self.count], *(getattr(flat, f) for f in list(FLAT)[1:]))
         table, tt = _sums(flat, n[some])
         for name in SCALARS:
-            table[name] = np.asarray(getattr(rollouts, name), float)[some]
+            value = np.asarray(getattr(rollouts, name), float)[some]
+            table[name] = np.where(np.abs(value) < 1e100, value, np.nan)  # what has no square is no reward
         table["version_train"], table["length"] = rollouts.version_train[some], lengths[some]
         codes = [self.prompts.setdefault(name, len(self.prompts)) for name in rollouts.prompt_id[some].tolist()]
         table["prompt"] = np.array(codes, np.int64)

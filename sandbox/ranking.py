@@ -32,7 +32,7 @@ def rank_corrections(evidence: Evidence, resynced: bool) -> list[dict]:
     exact /= exact.mean()
     t = np.where(batch.mask, batch.logp_train - batch.logp_rollout, 0.0)
     score = np.where(batch.mask, t - t[batch.mask].mean(), 0.0)
-    advantage = batch.advantage[:, 0]
+    advantage = batch.advantage[:, 0] / max(np.abs(batch.advantage).max(), 1e-300)  # its scale cancels
     steps = len(np.unique(evidence.responses["step"]))
     n = max(len(evidence.responses["n"]) / steps, 1.0)
     fresh = advantage * score.sum(axis=1)
