@@ -95,13 +95,13 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
         return []
     x, y, freedom, groups = _within_prefixes(evidence, ref)
     within = freedom >= 30 and groups >= 8
+    slope, explained, error = _line(ref, x, y) if within else (0.0, 0.0, 0.0)
+    # lag makes policies sharper too, but not by a straight line; and one prompt_id may stand for several prompts
+    needed = 0.99 if len(q) < 50 else 0.6 if within or ref.basis == "logp_train" else 0.4
+    within &= explained >= 0.7
     if not within:
-        x, y, freedom = q - q.mean(), d - d.mean(), len(q) - 1
-    slope = float((x @ y) / (x @ x))
-    explained = float(slope**2 * (x @ x) / max(y @ y, 1e-300))
-    _, error = mean_and_error(ref.tokens, x * (y - slope * x) / np.mean(x * x))
-    # lag makes policies sharper too, but not by a straight line
-    needed = 0.99 if len(q) < 50 else 0.7 if within else 0.6 if ref.basis == "logp_train" else 0.4
+        freedom = len(q) - 1
+        slope, explained, error = _line(ref, q - q.mean(), d - d.mean())
     if explained < needed or abs(slope) < 0.02 or abs(slope) < ERRORS * error or slope <= -1:
         who, means = _drawn_by(ref)
         if who != "trainer" or len(q) < 50:
@@ -121,6 +121,13 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
         "correlation": float(np.corrcoef(q, ref.trainer)[0, 1]),
     }
     return _temperature(evidence, ref, ratio, numbers)
+
+
+def _line(ref: Reference, x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """Slope of y on x, both centred; the share of y's squares it explains; its error, responses as clusters."""
+    slope = float((x @ y) / (x @ x))
+    _, error = mean_and_error(ref.tokens, x * (y - slope * x) / np.mean(x * x))
+    return slope, float(slope**2 * (x @ x) / max(y @ y, 1e-300)), error
 
 
 def _temperature(evidence: Evidence, ref: Reference, ratio: float, numbers: dict) -> list[Finding]:

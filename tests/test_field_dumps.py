@@ -80,6 +80,18 @@ def check(case: Case) -> None:
         assert value == right, (path, value)
 
 
+def drawn_from_the_trainers(seed: int, sd: float) -> list[dict[str, Any]]:
+    """3,000 tokens from random distributions; the sampler reports those of the same logits with noise added."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(60):
+        true = [rng.normal(0, 2, 20) for _ in range(50)]
+        drawn = [rng.choice(20, p=np.exp(softmax(x.tolist()))) for x in true]
+        said = [softmax((x + rng.normal(0, sd, 20)).tolist())[i] for x, i in zip(true, drawn, strict=True)]
+        rows.append(row(said, [softmax(x.tolist())[i] for x, i in zip(true, drawn, strict=True)]))
+    return rows
+
+
 X = np.array([-0.5, -2.0, -4.0])
 P07 = row([-0.1] * 4, [-0.2] * 4, token_ids=[1, 2, 3, 4])
 SURE = [-1e-6, -0.3]
@@ -104,6 +116,9 @@ A1_TO_A3 = {
         values={"temperature.temperature_ratio": 0.6},
     ),
     "P01 sampled tokens alone": Case(tempered(1, 0.6), "semantics", ("temperature", "raw_logprobs")),
+    "P01 reported of something else": Case(
+        drawn_from_the_trainers(4, 0.3), "semantics", ("raw_logprobs",), ("temperature",)
+    ),
     "P01 sound: both at 1": Case(tempered(2, 1.0, tops=9), "healthy", never=("temperature", "raw_logprobs")),
     "P02": Case(
         [row(X, softmax(X.tolist(), 0.7))],

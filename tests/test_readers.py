@@ -310,6 +310,27 @@ def test_nothing_to_read_is_one_line(tmp_path: Path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_columns_of_several_numbers_a_token(kind: str, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    rows = canonical_rows(responses(5))
+    for row in rows:
+        shape = (len(row["logp_rollout"]), 3)
+        row |= {name: (-rng.random(shape)).tolist() for name in ("top_rollout", "top_train")}
+        row |= {name: rng.random(shape[0]).tolist() for name in ("entropy", "weight")}
+    rows[2]["top_train"][0].append(-1.0)
+    if kind == "json":
+        path = write_lines(tmp_path / "tops.jsonl", rows)
+    else:
+        path = tmp_path / "tops.parquet"
+        pl.DataFrame(rows, schema_overrides={"logp_sync": pl.List(pl.Float64)}).write_parquet(path)
+    (chunk,) = read([path])
+    assert [(r.sample_id, r.reason) for r in chunk.refused] == [("2", "lengths_differ")]
+    for name in ("top_rollout", "top_train", "entropy", "weight"):
+        right = np.concatenate([np.array(row[name]) for i, row in enumerate(rows) if i != 2])
+        np.testing.assert_array_equal(getattr(chunk.rollouts, name), right)
+
+
 def test_our_own_run_folder(tmp_path: Path):
     for step in (0, 1):
         pl.DataFrame(canonical_rows(responses(4, seed=step), step + 1)).write_parquet(
