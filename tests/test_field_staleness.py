@@ -77,6 +77,21 @@ A8_A9 = {
         [ONE | {"version_rollout": 4, "version_train": 4, "step": s} for s in range(200, 210)], finds=("stuck_version",)
     ),
     "P42 negative": Case([ONE | {"version_rollout": 7, "version_train": 6}], "semantics", ("negative_lag",)),
+    "P42 sound": Case(
+        [ONE | {"version_rollout": [5, 6, 6], "version_train": 6}],
+        never=("missing_version", "negative_lag"),
+        values={"staleness.mean": 1 / 3, "staleness.coverage": 1.0},
+    ),
+    "P44 all of it continued rollouts": Case(
+        [ONE | {"version_rollout": [4, 5, 5], "version_train": 6 + k, "step": k} for k in range(2)],
+        finds=("mixed_versions",),
+        values={"by_step.mean_lag": [pytest.approx(4 / 3), pytest.approx(7 / 3)]},
+    ),
+    "P44 sound: one step a batch": Case(
+        [ONE | {"version_rollout": k, "version_train": k + 1, "step": k} for k in range(4)],
+        never=("stuck_version", "mixed_versions"),
+        values={"by_step.mean_lag": [1.0] * 4},
+    ),
     "P44": Case(
         [ONE | {"version_rollout": 5, "version_train": 6 + k, "step": k} for k in range(4)],
         never=("stuck_version", "negative_lag"),
@@ -93,6 +108,10 @@ A8_A9 = {
             "ess.sequence.n": 20,
             "ess.sequence.chi2": 0.0,  # an empty row counts nowhere
         },
+    ),
+    "P46 short ones dropped": Case(
+        [row(logp(i, n), logp(i, n), mask=[int(n > 50)] * n) for i, n in enumerate([20] * 5 + [90] * 10)],
+        values={"discarded_responses.severity": "warning", "discarded_responses.mean_length_dropped": 20.0},
     ),
     "P46 sound: dropped alike": Case(
         [row(logp(i, 20), logp(i, 20), mask=[i % 3] * 20) for i in range(30)],
@@ -134,6 +153,10 @@ A8_A9 = {
             "ess.sequence_after_mean.raw": 1.0,
         },
     ),
+    "P49 sound: signs that cancel": Case(
+        [row([-1.0] * n, -1 + 0.05 * np.tile([1.0, -1.0], n // 2)) for n in (10, 100)],
+        values={"ess.sequence.raw": 1.0, "discrepancy": 0.05**2},
+    ),
     "P49 one length": Case([row([-1.0] * 50, [-0.95] * 50)] * 2, values={"ess.sequence.raw": 1.0}),
     "P51": Case(
         [row(bfloat16(q := -1 - np.random.default_rng(0).random(80)), q)],
@@ -157,6 +180,17 @@ A8_A9 = {
         ],
         finds=("discrepancy_not_constant",),
     ),
+    "P54 by position": Case(
+        [
+            row(
+                q := logp(i, 200), np.minimum(q + np.linspace(0.01, 0.2, 200) * np.expm1(q) * noise(i, 200), 0), **FRESH
+            )
+            for i in range(40)
+        ],
+        finds=("discrepancy_not_constant",),
+        never=("hidden_staleness",),
+        values={"constancy.position.varies": True},
+    ),
     "P54 sound: length alone": Case(
         [
             row(q := logp(i, n), np.minimum(q + 0.05 * np.expm1(q) * noise(i, n), 0), **FRESH)
@@ -172,6 +206,25 @@ A8_A9 = {
         [row(q := logp(6), np.minimum(q + noise(6, sd=0.02), 0))],
         "healthy",
         values={"reference_levels.dense": "within", "reference_levels.moe": "below"},
+    ),
+    "P55 beyond all that is reported": Case(
+        [row(q := logp(7) - 2, q + noise(7, sd=0.6))],
+        "numerics",
+        values={"reference_levels.moe": "above", "reference_levels.group": "beyond all reported"},
+    ),
+    "P56 sound: the ESS had warned": Case(
+        [
+            row(
+                q := logp(s * 64 + i, 9) - 3,
+                q,
+                q + 0.3 * max(s - 3, 0) * (i % 8 == 0),
+                step=s,
+                reward=float(i < (45 if s < 8 else 1)),
+            )
+            for s in range(12)
+            for i in range(64)
+        ],
+        never=("prediction_failed",),
     ),
     "P56": Case(
         [
