@@ -20,10 +20,10 @@ TOP_TOKENS = 20_000
 LAGS = 4096  # above it a chunk's lags are sorted instead of counted
 ALIVE = 700.0  # nats; e^t overflows beyond
 
-# Per response: counted tokens, sums over them of t, t^2, k3, e^t, e^2t, log q, and of d, g and their products over
+# Per response: counted tokens, sums over them of t, t^2, k3, e^t, e^2t, and of d, g and their products over
 # tokens where logp_sync is known; tokens to which the trainer gives probability 0 (in no sum but that of t). k1 is
 # minus the sum of t without those.
-SUMS = ("n", "t", "k1", "tt", "k3", "w", "ww", "rollout", "zeros", "synced", "d", "g", "dd", "gg", "dg")
+SUMS = ("n", "t", "k1", "tt", "k3", "w", "ww", "zeros", "synced", "d", "g", "dd", "gg", "dg")
 SCALARS = ("step", "reward", "advantage", "rank", "temperature", "top_p", "top_k")
 
 
@@ -81,9 +81,9 @@ class Evidence:
     """A whole dump, reduced. n responses with a counted token.
 
     Args:
-        responses: SUMS, SCALARS, and prompt (int code), version_train, lag_low, lag_high (MISSING where a token's is
-            unknown), mixed (drawn by more than one version), lag_sum and lag_known (over tokens whose lag is known),
-            length (uncounted tokens included). (n,)
+        responses: SUMS, SCALARS, and prompt (int code), version_train, lag (of all its tokens; MISSING where they
+            differ or one is unknown), mixed (drawn by more than one version), lag_sum and lag_known (over tokens whose
+            lag is known), length (uncounted tokens included). (n,)
         by_lag: lag -> tokens, sum of t^2; MISSING is a key.
         empty: lengths of the responses that are masked throughout.
         tops: log-probabilities of several tokens at one place, sampler's and trainer's, of the first TOP_TOKENS places
@@ -203,7 +203,7 @@ class _State:
 
 FLAT = {"response": int, "position": int, "rollout": float, "train": float, "sync": float, "old": float}
 FLAT |= {"lag": int, "token": int, "entropy": float, "weight": float}
-RESPONSE = ("prompt", "version_train", "lag_low", "lag_high", "mixed", "lag_sum", "lag_known", "length")
+RESPONSE = ("prompt", "version_train", "lag", "mixed", "lag_sum", "lag_known", "length")
 
 
 def _flat(rollouts: Rollouts, first: int) -> Sample:
@@ -238,7 +238,7 @@ def _sums(flat: Sample, n: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarra
     expm1 = np.expm1(np.minimum(finite, ALIVE / 2))
     w = 1 + expm1 if all_alive else np.where(alive, 1 + expm1, 0.0)
     sums = {"n": n.astype(float), "t": total(t), "k1": -total(finite), "tt": total(tt), "k3": total(expm1 - finite)}
-    sums |= {"w": total(w), "ww": total(w * w), "rollout": total(flat.rollout)}
+    sums |= {"w": total(w), "ww": total(w * w)}
     sums["zeros"] = np.zeros(len(n)) if all_alive else total((~alive).astype(float))
     known = ~np.isnan(flat.sync) & alive & np.isfinite(flat.sync)
     if known.any():
@@ -249,11 +249,11 @@ def _sums(flat: Sample, n: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarra
         sums |= {"dd": total(d * d), "gg": total(g * g), "dg": total(d * g)}
     else:
         sums |= {name: np.zeros(len(n)) for name in SUMS[-6:]}
-    sums["lag_low"] = np.minimum.reduceat(flat.lag, starts)
-    sums["lag_high"] = np.where(sums["lag_low"] == MISSING, MISSING, np.maximum.reduceat(flat.lag, starts))
     has = flat.lag != MISSING
-    newest, oldest = np.where(has, flat.lag, np.iinfo(int).max), flat.lag
-    sums["mixed"] = np.minimum.reduceat(newest, starts) < np.maximum.reduceat(oldest, starts)
+    lowest = np.minimum.reduceat(flat.lag, starts)
+    highest = np.maximum.reduceat(flat.lag, starts)
+    sums["lag"] = np.where(lowest == highest, lowest, MISSING)
+    sums["mixed"] = np.minimum.reduceat(np.where(has, flat.lag, np.iinfo(int).max), starts) < highest
     sums["lag_sum"], sums["lag_known"] = total(np.where(has, flat.lag, 0)), total(has.astype(np.int64))
     return sums, tt
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from sandbox import collapse, diagnostics
 from sandbox.evidence import Evidence, Finding, Reference, k3
+from sandbox.rollouts import MISSING
 
 HEALTHY_ESS, COLLAPSED_ESS = 0.9, 0.5
 BOOTSTRAPPED = 2048  # responses; beyond, the delta method says the same
@@ -154,13 +155,13 @@ def collapse_prediction(evidence: Evidence, resynced: bool) -> dict:
     value at lag 0. Fitted only below ln 2 / 8, so that what it predicts is out of sample.
     """
     r = evidence.responses
-    one = (r["lag_low"] == r["lag_high"]) & (r["lag_low"] != -1)
+    one = r["lag"] != MISSING
     split = resynced and len(one) > 0 and bool((r["synced"] == r["n"])[one].all())
     weight = r["g"] if split else r["t"]
-    lags = np.unique(r["lag_low"][one]) if one.any() else np.zeros(0)
+    lags = np.unique(r["lag"][one]) if one.any() else np.zeros(0)
     curve, floor = [], 0.0
     for lag in lags:
-        here = weight[one & (r["lag_low"] == lag)]
+        here = weight[r["lag"] == lag]
         if len(here) < 8:
             continue
         value = float(diagnostics.ess(here))
