@@ -1,8 +1,8 @@
 """What the adapters cost, as shares of a training step of the small model, all in one run: `make bench-adapters`.
 
 Overhead is what our function takes more than what stands in its place without us: verl's and slime's own loss or TIS
-function, prime-rl's default loss (from its published formula, without its metrics), TRL's own methods; and in TRL, where
-nothing stands in the place of DLC, more than the correction's own arithmetic on tensors that lie ready.
+function, prime-rl's default loss (from its published formula, without its metrics), TRL's own methods. In TRL, where
+nothing stands in the place of DLC, the correction's own arithmetic on tensors that lie ready is printed beside it.
 
 A step is 256 responses of 9 tokens: TRL's own GRPOTrainer, generation by the same bfloat16 copy included, and for
 verl, prime-rl and slime the trainer's part alone (forward, backward, AdamW), which is the smaller denominator.
@@ -257,8 +257,8 @@ def main() -> None:
     )
     whole = trl["GRPOTrainer"][0]
     print(
-        f"TRL's step: {whole * 1e3:.1f} ms; in ours: our own lines, of these the correction's arithmetic; the pass at the"
-        " sampler's weights; all over TRL's"
+        f"TRL's step: {whole * 1e3:.1f} ms; in ours: our own lines, of these the correction's arithmetic; the pass at"
+        " the sampler's weights; all over TRL's"
     )
     for name, (step_seconds, mu, own) in list(trl.items())[1:]:
         parts = own, middle[name[:3]], mu, step_seconds - whole
