@@ -255,18 +255,40 @@ def sample(
 ) -> Rollout:
     """`n` responses a prompt at temperature 1 from the trainer's own engine and weights: no mismatch at all.
 
-    Every token costs a pass over the whole sequence; there is no cache, which a small model does not need.
+    Every token costs a pass over the whole sequence; there is no cache, which a small model does not need. Prompts of
+    one length are drawn together.
 
     Raises:
-        BadInput: for prompts of different lengths, or none.
+        BadInput: for no prompt, or one without a token.
     """
-    if not prompt_ids or len({len(p) for p in prompt_ids}) != 1 or not prompt_ids[0]:
-        raise BadInput("prompt_ids: the trainer's own sampler needs prompts of one length, at least one token")
-    device = next(model.parameters()).device
+    if not prompt_ids or not all(prompt_ids):
+        raise BadInput("prompt_ids: no prompt, or one without a token")
     prompts = [p for p in prompt_ids for _ in range(n)]
-    ids = torch.tensor(prompts, device=device)
-    start = ids.shape[1]
-    drawn_logp = []
+    responses: list[list[int]] = [[] for _ in prompts]
+    logp: list[np.ndarray] = [np.zeros(0) for _ in prompts]
+    for length in sorted({len(p) for p in prompts}):
+        mine = [b for b, p in enumerate(prompts) if len(p) == length]
+        ids, rows = _drawn(model, [prompts[b] for b in mine], max_new_tokens, generator, eos)
+        for b, drawn, values in zip(mine, ids, rows, strict=True):
+            responses[b] = drawn[: drawn.index(eos) + 1] if eos in drawn else drawn
+            logp[b] = values[: len(responses[b])]
+    return Rollout(
+        prompt_ids=prompts,
+        response_ids=responses,
+        logp=logp,
+        logp_all=None,
+        version=version,
+        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
+        finished=np.array([r[-1] == eos for r in responses]),
+    )
+
+
+def _drawn(
+    model: nn.Module, prompts: list[list[int]], max_new_tokens: int, generator: torch.Generator, eos: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """Tokens drawn after prompts of one length, and their log-probabilities, until all have met eos. (B, T)"""
+    device = next(model.parameters()).device
+    ids, drawn_logp = torch.tensor(prompts, device=device), []
     alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
     for _ in range(max_new_tokens):
         logp = model(input_ids=ids, use_cache=False).logits[:, -1].float().log_softmax(-1)
@@ -276,17 +298,7 @@ def sample(
         alive &= token[:, 0] != eos
         if not alive.any():
             break
-    responses = [row[: row.index(eos) + 1] if eos in row else row for row in ids[:, start:].tolist()]
-    rows = torch.cat(drawn_logp, dim=1).cpu().numpy()
-    return Rollout(
-        prompt_ids=prompts,
-        response_ids=responses,
-        logp=[row[: len(r)] for row, r in zip(rows, responses, strict=True)],
-        logp_all=None,
-        version=version,
-        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
-        finished=~alive.cpu().numpy(),
-    )
+    return ids[:, len(prompts[0]) :].tolist(), torch.cat(drawn_logp, dim=1).cpu().numpy()
 
 
 def _answers(problems: Sequence[Problem], tokenizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:

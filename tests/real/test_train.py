@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from realmodel import compare, train
+from realmodel import compare, sampler, train
 from realmodel import model as policy
 from realmodel.align import Rollout, pad, predicted_by
 from realmodel.sampler import EngineConfig
@@ -274,15 +274,17 @@ def test_a_run_in_bfloat16_and_pieces_keeps_float32_weights_and_comes_back(llm, 
     assert again["loss"].to_list() == steps["loss"].to_list()
 
 
-def test_centring_over_the_top_of_all_tokens_is_the_whole_vocabularys(llm, learner, folder, tmp_path):
-    """k = 64 = V, in the engine's order, against token-id order; k = 8 is near, and neither is no centring at all."""
-    start, last = learner.state(), {}
-    for top in (0, 64, 8):
+def test_centring_over_the_top_of_all_tokens_is_the_whole_vocabularys(learner, folder, tmp_path):
+    """k = 64 = V, in the engine's order, against token-id order; k = 8 is near. With offsets: where q is pi, c is pi."""
+    engine = EngineConfig(kind="exact", offset_sd=0.7)
+    llm, start, found = sampler.start(folder, engine), learner.state(), {}
+    for top in (0, 64, 32, None):
         learner.restore(start)
-        config = replace(TINY, steps=1, correction=CORRECTIONS["dlc"], centre_top=top, probe=0)
-        last[top] = train.train(config, llm, learner, tmp_path / str(top))["gradient_norm"][0]
-    assert last[64] == pytest.approx(last[0], rel=1e-4)
-    assert 0 < abs(last[8] - last[0]) < 0.3 * last[0]
+        rule = CORRECTIONS["none" if top is None else "dlc"]
+        config = replace(TINY, steps=1, correction=rule, centre_top=top or 0, probe=0, engine=engine)
+        found[top] = train.train(config, llm, learner, tmp_path / str(top))["gradient_norm"][0]
+    assert found[64] == pytest.approx(found[0], rel=1e-4)
+    assert 1e-4 < abs(found[32] / found[0] - 1) < abs(found[None] / found[0] - 1)
 
 
 @pytest.mark.parametrize(
