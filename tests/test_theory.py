@@ -169,7 +169,7 @@ def test_linearised_is_the_sum_of_powers_of_the_loop(sparse):
 
 
 def test_noise_term_of_a_number_of_responses_that_fills_no_chunk():
-    """Mean of 20 times 300 draws: relative standard error 4.5 %, bound 20 %, seeds fixed; full chunks would make 1.7."""
+    """Mean of 20 times 300 draws: standard error 4.5 %, bound 20 %, fixed seeds; a full last chunk makes 1.7."""
     rng = np.random.default_rng(0)
     problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)  # type: ignore[arg-type]
     logp = log_policy(random_logits(rng, problem))
