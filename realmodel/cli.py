@@ -171,7 +171,7 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
             folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
-        path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
+        path = policy.resolve(settings.model, settings.task)
         llm = sampler.start(path, settings.engine)
         learner = loop.learner(path, settings)
 
@@ -299,17 +299,17 @@ def diagnose(
 
     Args:
         dumps: files or folders: a run of ours, NeMo-RL, prime-rl, slime, miles, or any Parquet or JSON lines.
-        format: nemo_rl, prime_rl, slime, parquet or jsonl, instead of telling it from the content.
-        map: canonical=theirs, names of columns.
-        lag: versions every token is behind, where the dump does not say so.
-        trust_pickle: run whatever a pickle contains.
+        format: canonical, nemo-rl, prime-rl, slime or miles, instead of telling it from the content.
+        map: canonical=theirs, names of columns in other Parquet or JSON lines.
+        lag: versions every token is behind, in place of what the dump says.
+        trust_pickle: open files of torch that could run code.
     """
     from realmodel import diagnosis
 
     folder = None if out is None else run_folder(out, "diagnose")
-    outcome, table = diagnosis.run(dumps, format, map, lag, trust_pickle)
+    outcome, evidence = diagnosis.run(dumps, format, map, lag, trust_pickle)
     if folder is not None:
-        diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, table)
+        diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, evidence)
     show(sys.stdout, outcome, json, diagnosis.tables(outcome))
 
 

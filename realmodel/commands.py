@@ -26,7 +26,7 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
     grid.save(table, grid.curves(asked, folder), folder)
     results.finish_run(folder)
     outcome = grid.outcome(table) | {"folder": str(folder)}
-    shown = ("run", "quadratic", "curved", "twin", "constant", "observed", "failure_step", "final_pass_rate")
+    shown = ("run", "quadratic", "curved", "twin", "path", "constant", "observed", "failure_step", "final_pass_rate")
     runs = [{name: row[name] for name in shown} for row in table.to_dicts()]
     return outcome, {"ess_step, updates since the sync": runs, "how well each way predicts": grid.scores(table)}
 

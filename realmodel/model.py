@@ -1,9 +1,9 @@
-"""The policy: build or load a Qwen3, evaluate its log-probabilities at its own or at earlier weights, sample from it.
+"""The policy: build or load a Qwen3, keep snapshots of its weights, score its answers, sample from it.
 
 `build` makes the small default policy by supervised training on deliberately corrupted answers, so that it is right
 less than half the time at temperature 1 although its most likely answer is nearly always right: reinforcement
-learning then only has to sharpen it. `log_probs(..., weights=snapshot)` is the trainer's engine at another version
-of its weights, without a second model.
+learning then only has to sharpen it. `log_probs(..., weights=snapshot)` (logprobs.py) is the trainer's engine at
+another version of its weights, without a second model.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import string
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from realmodel import tasks
 from realmodel.align import Rollout, pad_ids
+from realmodel.logprobs import log_probs, log_probs_at
 from realmodel.tasks import Problem
 from sandbox.errors import BadInput
 
@@ -62,6 +62,15 @@ class Recipe:
     intermediate: int = 192
 
 
+def resolve(model: str, task: str) -> str | Path:
+    """What to load for a run's `model`: the built folder where it is "small", else the folder or hub name itself.
+
+    Raises:
+        BadInput: as `build`.
+    """
+    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps)) if model == "small" else model
+
+
 def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
     """Folder of the policy that the recipe describes, built where the cache has none.
 
@@ -69,9 +78,15 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     at one number of threads. `progress` is called with (step, steps, loss).
 
     Raises:
-        BadInput: an unknown task, a cache that cannot be written.
+        BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
     """
     task = tasks.get(recipe.task)
+    for problem in task.sample(np.random.default_rng(recipe.seed), 8, held_out=False):
+        if strange := sorted({*problem.prompt, *problem.answer} - {*CHARACTERS}):
+            raise BadInput(
+                f"task {recipe.task!r} has characters that the small model's vocabulary lacks ({''.join(strange)!r}): "
+                "name a pretrained model"
+            )
     cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
     key = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{recipe.task}-{key}"
@@ -210,41 +225,22 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: clones[value.data_ptr()] for name, value in state.items()}
 
 
-def log_probs(
-    model: nn.Module, ids: Tensor, attention_mask: Tensor | None, weights: dict[str, Tensor] | None = None
-) -> Tensor:
-    """log-probability of every next token at every position, nats.
-
-    Args:
-        ids: padded on the right. long (B, L)
-        attention_mask: 1 on real tokens; None where nothing is padded. (B, L)
-        weights: evaluate at this snapshot instead of the live weights, without gradient.
-
-    Returns:
-        float32 (B, L, V); row i predicts token i + 1.
-    """
-    device = next(model.parameters()).device
-    mask = None if attention_mask is None else attention_mask.to(device)
-    inputs = {"input_ids": ids.to(device), "attention_mask": mask, "use_cache": False}
-    with torch.no_grad() if weights is not None else nullcontext():
-        output = model(**inputs) if weights is None else torch.func.functional_call(model, weights, (), inputs)
-        return output.logits.float().log_softmax(-1)
-
-
+@torch.no_grad()
 def pass_probability(
     model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
 ) -> Tensor:
     """Probability that the policy at temperature 1 gives each problem's answer and then eos: no sampling noise. (n,)"""
-    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
-    return torch.where(mask, logp.gather(-1, answers[..., None])[..., 0], 0.0).sum(-1).exp()
+    ids, rows, wanted, mask = _answers(problems, tokenizer)
+    logp = log_probs_at(model, ids, rows, wanted[:, None], weights).cpu()
+    return torch.zeros(mask.shape).masked_scatter(mask, logp).sum(-1).exp()
 
 
-def greedy_right(
-    model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
-) -> Tensor:
+@torch.no_grad()
+def greedy_right(model: nn.Module, problems: Sequence[Problem], tokenizer) -> Tensor:
     """Whether the most likely token is right at every place of the answer and at eos. bool (n,)"""
-    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
-    return ((logp.argmax(-1) == answers) | ~mask).all(-1)
+    ids, rows, wanted, mask = _answers(problems, tokenizer)
+    best = log_probs(model, ids, None).flatten(0, 1)[rows].argmax(-1).cpu()
+    return torch.ones(mask.shape, dtype=torch.bool).masked_scatter(mask, best == wanted).all(-1)
 
 
 @torch.no_grad()
@@ -293,17 +289,16 @@ def sample(
     )
 
 
-@torch.no_grad()
-def _answer_rows(model, problems, tokenizer, weights) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (n, A, V) that predict answer and eos, those ids (n, A) and their mask (n, A)."""
+def _answers(problems: Sequence[Problem], tokenizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padded prompts with answers and eos (n, L), flat rows that predict those answers and their ids (N,), and where
+    they stand, bool (n, A)."""
     prompts = [tokenizer.encode(p.prompt) for p in problems]
     answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
-    ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
+    ids, _ = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
     wanted, mask = pad_ids(answers, tokenizer.pad_token_id)
-    first = torch.tensor([[len(p) - 1] for p in prompts])
-    rows = torch.clamp(first + torch.arange(wanted.shape[1]), max=ids.shape[1] - 1)
-    logp = log_probs(model, ids, attention, weights).cpu()
-    return logp[torch.arange(len(problems))[:, None], rows], wanted, mask.bool()
+    first = torch.tensor([[b * ids.shape[1] + len(p) - 1] for b, p in enumerate(prompts)])
+    mask = mask.bool()
+    return ids, (first + torch.arange(wanted.shape[1]))[mask], wanted[mask], mask
 
 
 def _train(model, tokenizer, task, recipe: Recipe, progress) -> None:

@@ -32,7 +32,7 @@ def carry_out(start: RunConfig, runs: Mapping[str, RunConfig], folder: Path, pro
         start, runs: of the same model; the start by an engine of its own.
         folder: of the study.
     """
-    path = policy.build(policy.Recipe()) if start.model == "small" else Path(start.model)
+    path = policy.resolve(start.model, start.task)
     pupil, engines = learner(path, start), {}
 
     def go(name: str, config: RunConfig) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from realmodel import sampler
-from realmodel.align import pad, predicted_by
+from realmodel.align import pad, predicted_by, wanted
 from realmodel.exact import ExactEngine
-from realmodel.model import log_probs
+from realmodel.logprobs import log_probs, log_probs_at
 from sandbox.errors import BadInput
 
 # Largest RMS of log mu - log q over the probe, nats, by the coarser dtype of the two engines. For float32 the largest
@@ -91,17 +91,21 @@ def verify(
     ids, _ = pad(rollout, pad_id=0)
     rows, tokens, mask = predicted_by(rollout)
     with torch.no_grad():
-        logp = log_probs(model, ids, None)
         offset = sampler.offset(llm)
-        logp = (logp if offset is None else (logp + offset.to(logp.device)).log_softmax(-1)).cpu()
-    logp = logp[torch.arange(len(ids))[:, None], rows, tokens][mask].numpy()
+        if offset is None:
+            logp = log_probs_at(model, ids, *wanted(rollout, ids.shape[1], 0, centre=False))[:, 0].cpu().numpy()
+        else:
+            whole = log_probs(model, ids, None)
+            whole = (whole + offset.to(whole.device)).log_softmax(-1).cpu()
+            logp = whole[torch.arange(len(ids))[:, None], rows, tokens][mask].numpy()
     difference = logp - np.concatenate(rollout.logp)
     rms, worst = float(np.sqrt(np.mean(difference**2))), float(np.abs(difference).max())
     if isinstance(llm, ExactEngine):
         if worst != 0:
             raise SyncError(f"exact engine and trainer disagree after a sync, by up to {worst:.2g} nats")
         return Verification(weights, int(mask.sum()), worst, rms)
-    names = {str(dtype).removeprefix("torch.") for dtype in (llm.model_config.dtype, next(model.parameters()).dtype)}
+    products = getattr(model, "autocast_dtype", None) or next(model.parameters()).dtype
+    names = {str(dtype).removeprefix("torch.") for dtype in (llm.model_config.dtype, products)}
     limit = max(PROBE_RMS[name] for name in names)
     if not rms <= limit or (names == {"float32"} and not worst <= PROBE_MAX_FLOAT32):
         raise SyncError(
