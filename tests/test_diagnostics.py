@@ -191,6 +191,10 @@ def test_bootstrap_interval_covers_and_respects_prompts():
     near = diagnostics.ess_interval(spread, times)
     for far in (700.0, -700.0):  # squares of such weights overflow, or are 0
         assert diagnostics.ess_interval(spread + far, times) == pytest.approx(near, rel=1e-9)
+    tiny, none = (
+        np.r_[spread[1:], x] for x in (-800.0, -math.inf)
+    )  # e^800 overflows: the largest is the one to subtract
+    assert diagnostics.ess_interval(tiny, times) == pytest.approx(diagnostics.ess_interval(none, times), rel=1e-12)
     group = np.repeat(np.arange(80), 5)
     log_weight = 0.5 * rng.normal(size=80)[group]  # one number a prompt: as if n were 80
     widths = [
