@@ -145,19 +145,26 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     show(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
-def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = None, json: Json = False) -> None:
+def train(
+    config: tyro.conf.Positional[Path],
+    resume: bool = False,
+    dry_run: bool = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
     """One real-model run from a TOML config; prints its last measurements.
 
     Args:
         config: TOML file, see realmodel/configs; or, with --resume, the folder of a run.
         resume: go on from the last whole step of a run that was killed: in this folder, in --out, or in the newest
             folder of this config under runs/. Where there is none, a new run starts.
+        dry_run: check the config, and say what memory it needs and what the engine would be started with.
     """
     from sandbox import config as configs
 
     with quiet_stdout() as stdout, progress_bar() as bar:
+        from realmodel import dryrun, sampler, tasks
         from realmodel import model as policy
-        from realmodel import sampler, tasks
         from realmodel import train as loop
 
         quiet_libraries()
@@ -167,6 +174,9 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
             folder, settings = config, configs.structure(results.read_run(config)["config"], loop.RunConfig)
         else:
             settings = configs.load(config, loop.RunConfig)
+            if dry_run:
+                outcome = dryrun.plan(settings)
+                return show(stdout, outcome, json, dryrun.tables(outcome))
             older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
             folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
         tasks.get(settings.task)

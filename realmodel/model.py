@@ -81,12 +81,6 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
         BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
     """
     task = tasks.get(recipe.task)
-    for problem in task.sample(np.random.default_rng(recipe.seed), 8, held_out=False):
-        if strange := sorted({*problem.prompt, *problem.answer} - {*CHARACTERS}):
-            raise BadInput(
-                f"task {recipe.task!r} has characters that the small model's vocabulary lacks ({''.join(strange)!r}): "
-                "name a pretrained model"
-            )
     cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
     key = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{recipe.task}-{key}"
@@ -95,6 +89,13 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
         if missing:
             raise BadInput(f"cached model {folder} is damaged, {', '.join(missing)} is missing: delete the folder")
         return folder
+    held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
+    for problem in held_out:
+        if strange := sorted({*problem.prompt, *problem.answer} - {*CHARACTERS}):
+            raise BadInput(
+                f"task {recipe.task!r} has characters that the small model's vocabulary lacks ({''.join(strange)!r}): "
+                "name a pretrained model"
+            )
     _no_progress_bars()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,6 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
         tokenizer = char_tokenizer()
         model = initialise(recipe, tokenizer)
         _train(model, tokenizer, task, recipe, progress)
-        held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         record = {

@@ -117,28 +117,33 @@ def start(path: str | Path, config: EngineConfig) -> Any:
             warnings.simplefilter("ignore")  # deprecations inside vLLM, which its user can do nothing about
             from vllm import LLM
 
-            llm = LLM(
-                model=str(path),
-                dtype=config.dtype,
-                seed=config.seed,
-                enforce_eager=config.enforce_eager,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                kv_cache_memory_bytes=config.kv_cache_mib << 20,
-                max_logprobs=-1,
-                logprobs_mode="processed_logprobs",
-                logits_processors=["realmodel.offset:TokenOffset"] if config.offset_sd else None,
-                additional_config={"token_offset": offset} if config.offset_sd else {},
-                skip_tokenizer_init=True,  # ids in, ids out: no text is made that nobody reads
-                generation_config="vllm",  # the folder's own may set another temperature or truncate
-                use_tqdm_on_load=False,
-            )
+            llm = LLM(**arguments(path, config, offset))
     except Exception as error:  # vLLM raises whatever its parts raise
         raise BadInput(f"engine did not start from {str(path)!r}: {_root_cause(error)}") from error
     finally:
         torch.set_num_threads = set_threads  # vLLM on a CPU replaces it by a function that does nothing
     _engines.append(llm)
     return llm
+
+
+def arguments(path: str | Path, config: EngineConfig, offset: list[float] | None) -> dict[str, Any]:
+    """What vLLM is started with; `offset` as `additional_config` takes it, (V,), where there is one."""
+    return {
+        "model": str(path),
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_mib << 20,
+        "max_logprobs": -1,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": ["realmodel.offset:TokenOffset"] if config.offset_sd else None,
+        "additional_config": {"token_offset": offset} if config.offset_sd else {},
+        "skip_tokenizer_init": True,  # ids in, ids out: no text is made that nobody reads
+        "generation_config": "vllm",  # the folder's own may set another temperature or truncate
+        "use_tqdm_on_load": False,
+    }
 
 
 def _batch_invariance(wanted: bool) -> None:

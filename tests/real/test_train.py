@@ -275,7 +275,7 @@ def test_a_run_in_bfloat16_and_pieces_keeps_float32_weights_and_comes_back(llm, 
 
 
 def test_centring_over_the_top_of_all_tokens_is_the_whole_vocabularys(learner, folder, tmp_path):
-    """k = 64 = V, in the engine's order, against token-id order; k = 8 is near. With offsets: where q is pi, c is pi."""
+    """k = 64 = V, in the engine's order, against token-id order. With offsets, for where q is pi, c is pi too."""
     engine = EngineConfig(kind="exact", offset_sd=0.7)
     llm, start, found = sampler.start(folder, engine), learner.state(), {}
     for top in (0, 64, 32, None):
