@@ -13,12 +13,13 @@ import torch
 
 from realmodel import logprobs, sampler, tasks, underway
 from realmodel import model as policy
+from realmodel.recipes import NAMED, Recipe, char_tokenizer, initialise
 from realmodel.settings import RunConfig
 from sandbox.errors import BadInput
 
 DENSE: dict[str, Any] = {"vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 # Of models that can only be had from the hub; their config.json, as far as memory depends on it
-KNOWN = {
+KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": DENSE | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "Qwen/Qwen3-1.7B": DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
 }
@@ -78,8 +79,8 @@ def architecture(config: RunConfig) -> Any:
     """transformers' config of the run's model. Raises BadInput where there is neither a folder nor a known name."""
     from transformers import AutoConfig, Qwen3Config
 
-    if config.model == "small":
-        return policy.initialise(policy.Recipe(task=config.task), policy.char_tokenizer()).config
+    if config.model in NAMED:
+        return initialise(Recipe(**NAMED[config.model]), char_tokenizer()).config
     if config.model in KNOWN:
         return Qwen3Config(**KNOWN[config.model], tie_word_embeddings=True)
     policy.check_folder(config.model)

@@ -1,6 +1,6 @@
 """The policy: build or load a Qwen3, keep snapshots of its weights, score its answers, sample from it.
 
-`build` makes the small default policy by supervised training on deliberately corrupted answers, so that it is right
+`build` makes a small policy (recipes.py) by supervised training on deliberately corrupted answers, so that it is right
 less than half the time at temperature 1 although its most likely answer is nearly always right: reinforcement
 learning then only has to sharpen it. `log_probs(..., weights=snapshot)` (logprobs.py) is the trainer's engine at
 another version of its weights, without a second model.
@@ -12,11 +12,9 @@ import json
 import math
 import os
 import shutil
-import string
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +25,23 @@ from torch import Tensor, nn
 from realmodel import tasks
 from realmodel.align import Rollout, pad_ids
 from realmodel.logprobs import log_probs, log_probs_at
+from realmodel.recipes import CHARACTERS, NAMED, Recipe, char_tokenizer, initialise
 from realmodel.tasks import Problem
 from sandbox.errors import BadInput
 
-PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = string.digits + string.ascii_lowercase + " >+-*/=()[]{}<,.:;?!#|&%$@"  # with PAD and EOS: 64 tokens
 EVALUATED = 1024  # held-out problems
 PARTS = ("config.json", "model.safetensors", "tokenizer.json", "recipe.json")  # of a built folder
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the small policy is built; any change means another folder in the cache.
-
-    Args:
-        task: key of tasks.TASKS.
-        corruption: probability that an answer character is replaced by a random one in supervised training.
-        steps, batch, learning_rate: of AdamW, with a short warm-up and a cosine to zero.
-        seed: of initialisation and data.
-        hidden, layers, heads, kv_heads, head_dim, intermediate: shape of the Qwen3.
-    """
-
-    task: str = "sort8"
-    corruption: float = 0.1
-    steps: int = 300
-    batch: int = 256
-    learning_rate: float = 4e-3
-    seed: int = 0
-    hidden: int = 64
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    intermediate: int = 192
-
-
 def resolve(model: str, task: str) -> str | Path:
-    """What to load for a run's `model`: the built folder where it is "small", else the folder or hub name itself.
+    """What to load for a run's `model`: the built folder of a recipe's name, else the folder or hub name itself.
 
     Raises:
         BadInput: as `build`.
     """
-    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps)) if model == "small" else model
+    if model not in NAMED:
+        return model
+    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps, **NAMED[model]))
 
 
 def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
@@ -176,41 +149,6 @@ def check_folder(path: str | Path) -> None:
         raise BadInput(f"model {str(path)!r} has no config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise BadInput(f"model {str(path)!r} has no weights (*.safetensors)")
-
-
-def char_tokenizer() -> Any:
-    """One token per character of CHARACTERS, with PAD and EOS; AutoTokenizer and vLLM load it from its folder."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD)
-
-
-def initialise(recipe: Recipe, tokenizer: Any) -> Any:
-    """An untrained Qwen3 of the recipe's shape, float32, tied embeddings; the caller's random state is untouched."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_dim,
-        intermediate_size=recipe.intermediate,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        return Qwen3ForCausalLM(config)
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -110,6 +110,9 @@ def start(path: str | Path, config: EngineConfig) -> Any:
         raise BadInput(f"model {str(path)!r} has no eos_token_id in its config.json: responses could not end")
     if not torch.cuda.is_available() and head_dim not in CPU_HEAD_DIMS:
         raise BadInput(f"head_dim {head_dim} cannot be served on a CPU, expected one of: {CPU_HEAD_DIMS}")
+    width = getattr(model, "moe_intermediate_size", None) or 0
+    if not torch.cuda.is_available() and width % 32:  # vLLM pads such experts when it loads them, and cannot reload
+        raise BadInput(f"moe_intermediate_size {width} cannot be synced on a CPU, expected a multiple of 32")
     offset = _offset(config, model.vocab_size).tolist()
     set_threads = torch.set_num_threads
     try:

@@ -24,7 +24,7 @@ class RunConfig:
     """One real-model run.
 
     Args:
-        model: folder or hub name; "small" is the small Qwen3 that `model.build` makes.
+        model: folder or hub name; "small" (a dense Qwen3) and "small-moe" (a mixture of experts) are built here.
         task, seed, steps: what is learnt, from which random streams, for how many optimiser updates.
         prompts, group: prompts a batch, responses a prompt.
         learning_rate, warmup, betas, max_grad_norm: AdamW with a linear warm-up over `warmup` updates.

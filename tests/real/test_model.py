@@ -92,7 +92,7 @@ def test_training_sees_no_held_out_prompt(monkeypatch):
 
     monkeypatch.setattr(policy.tasks.Task, "sample", spy)
     policy.build(QUICK)
-    assert drawn == [{False}, {False}, {True}]  # two steps, then the evaluation
+    assert drawn == [{True}, {False}, {False}]  # for the evaluation, and two steps
 
 
 def test_build_leaves_the_callers_random_state():
