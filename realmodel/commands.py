@@ -35,7 +35,9 @@ def real_claims(source: Path | None, folder: Path, resume: bool, bar: Progress) 
     """The claims on the real model: the runs that the folder lacks, then the rows, saved as `tabular.save` does."""
     asked = validation.Study() if source is None else configs.load(source, validation.Study)
     results.begin_run(folder, configs.resolved(asked), resume)
-    task = bar.add_task("starting", total=asked.start + asked.steps * len(validation.planned(asked)))
+    task = bar.add_task(
+        "starting", total=asked.start * (1 + bool(asked.mixture)) + asked.steps * len(validation.planned(asked))
+    )
     validation.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
     rows = claims.answer(validation.evidence(asked, folder))
     tabular.save(folder, rows)

@@ -31,6 +31,7 @@ class Study:
         start: on-policy updates before every run. steps: updates of each run.
         offset_sd: nats; of the constant discrepancy injected into the engine, for claims C9 and C11.
         fast_rate: learning rate at which the ESS of token TIS falls below 1/2 within the updates, for C5 and C7.
+        mixture: model of a mixture of experts, for C8, all evidence for which is on those; "" for none.
         base: all other settings.
     """
 
@@ -39,6 +40,7 @@ class Study:
     steps: int = 40
     offset_sd: float = 0.3
     fast_rate: float = 4e-4
+    mixture: str = "small-moe"
     base: RunConfig = field(
         default_factory=lambda: RunConfig(held_out=256, checkpoint_every=10, engine=EngineConfig(dtype="bfloat16"))
     )
@@ -73,13 +75,19 @@ def planned(asked: Study) -> dict[str, RunConfig]:
         "fast-tis-ess": (tis, rule, engine),
         "fast-tis-kl": (tis, KlAbove(KL_ALARM), engine),
     }
+    if asked.mixture:
+        rules = {"none": none, "cis": CORRECTIONS["cis"], "raised": RAISED}
+        for name, rule in rules.items():
+            kinds[f"mixture-{name}"] = (rule, never, engine)
     runs = {}
     for seed in range(1, asked.seeds + 1):
         for kind, (correction, resync, engine) in kinds.items():
             probe = 0 if resync == fresh else asked.base.probe
             rate = asked.fast_rate if kind.startswith("fast") else asked.base.learning_rate
             config = replace(asked.base, seed=seed, steps=asked.steps, probe=probe, learning_rate=rate)
-            runs[f"{kind}-{seed}"] = replace(config, correction=correction, resync=resync, engine=engine)
+            model = asked.mixture if kind.startswith("mixture") else asked.base.model
+            changed = {"correction": correction, "resync": resync, "engine": engine, "model": model}
+            runs[f"{kind}-{seed}"] = replace(config, **changed)  # type: ignore[arg-type]
     return runs
 
 

@@ -40,7 +40,11 @@ def test_the_default_study_and_its_file_agree():
     asked = config.load(ROOT / "realmodel/configs/validate.toml", Study)
     assert asked == Study()
     runs = validation.planned(asked)
-    assert len(runs) == 14 * 3
+    assert len(runs) == 17 * 3
+    assert {name for name, run in runs.items() if run.model == "small-moe"} == {
+        f"mixture-{kind}-{seed}" for kind in ("none", "cis", "raised") for seed in (1, 2, 3)
+    }
+    assert len(validation.planned(replace(asked, mixture=""))) == 14 * 3
     assert (runs["fast-tis-2"].learning_rate, runs["stale-tis-2"].learning_rate) == (4e-4, 1e-4)
     assert runs["exact-2"].engine.kind == "exact"
     assert runs["off-dlc-1"].engine.offset_sd == 0.3
@@ -189,6 +193,8 @@ def evidence(**changes) -> Evidence:
         "off-none": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
         "off-tis": [run(0.0 * k, flat + 0.002 * s) for s in seeds],
         "off-dlc": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
+        "mixture-cis": [run(0.01 * k, flat + 0.003 * s) for s in seeds],
+        "mixture-raised": [run(0.01 * k, flat - 0.02 + 0.001 * s) for s in seeds],
         "fast-on-policy": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
         "fast-tis": [run(1e-3 * k**2, np.where(k > 22, 0.6, 0.7)) for s in seeds],
         "fast-tis-ess": [run(0.01 * k) for s in seeds],
@@ -255,6 +261,11 @@ def test_calibrated_second_moments_are_read_from_rollouts(tmp_path):
     assert told.measured["second_moment"] == pytest.approx([(16 / 9 + 1 / 4) / 2] * 3)
     assert told.verdict == "holds"
     assert told.value == pytest.approx(0.05 - 0.002)
+    mixture = next(claim for claim in claims.CLAIMS if claim.id == "C8 on a mixture of experts")
+    told = mixture.experiment(replace(evidence(), rollouts={"mixture-none": folders}))
+    assert (told.verdict, told.value) == ("holds", pytest.approx(0.02 + 0.004))
+    without = {kind: runs for kind, runs in evidence().steps.items() if not kind.startswith("mixture")}
+    assert mixture.experiment(replace(evidence(), steps=without)).verdict == "not tested"
     flipped = evidence(**{"stale-cis": evidence().steps["stale-raised"], "stale-raised": evidence().steps["stale-cis"]})
     assert claim.experiment(replace(flipped, rollouts={"stale-none": folders})).verdict == "fails"
 
