@@ -120,6 +120,8 @@ def start(path: str | Path, config: EngineConfig) -> Any:
             warnings.simplefilter("ignore")  # deprecations inside vLLM, which its user can do nothing about
             from vllm import LLM
 
+            if getattr(model, "num_experts", 0):
+                _expert_group()
             llm = LLM(**arguments(path, config, offset))
     except Exception as error:  # vLLM raises whatever its parts raise
         raise BadInput(f"engine did not start from {str(path)!r}: {_root_cause(error)}") from error
@@ -127,6 +129,16 @@ def start(path: str | Path, config: EngineConfig) -> Any:
         torch.set_num_threads = set_threads  # vLLM on a CPU replaces it by a function that does nothing
     _engines.append(llm)
     return llm
+
+
+def _expert_group() -> None:
+    """vLLM makes its process groups with a process's first engine, that of experts only if that one is a mixture."""
+    from vllm.distributed import parallel_state as groups
+
+    if groups.model_parallel_is_initialized() and groups._EP is None:
+        world = groups.get_world_group()
+        backend = torch.distributed.get_backend(world.device_group)
+        groups._EP = groups.init_model_parallel_group([world.ranks], world.local_rank, backend, group_name="ep")
 
 
 def arguments(path: str | Path, config: EngineConfig, offset: list[float] | None) -> dict[str, Any]:
