@@ -17,7 +17,7 @@ from realmodel.readers import read
 from sandbox.diagnose import diagnose
 
 TOKENS, LENGTH, BUDGET = 10_000_000, 1000, (20.0, 2.0)  # seconds, GiB
-LINES = 1_000  # responses of the JSON file
+LINES = 5_000  # responses of the JSON file
 # The peak is the kernel's VmHWM: ru_maxrss of a child starts at that of the parent, which made the table.
 PEAK = "; print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr)"
 READ = (
