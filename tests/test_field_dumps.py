@@ -269,7 +269,17 @@ def test_semantics_and_data(name: str):
     check(A1_TO_A3[name])
 
 
-def test_p05_the_backend_before_the_correction():
-    told = diagnose([chunk(A1_TO_A3["P04"].rows)])
+@pytest.mark.parametrize("name", ["P04", "P08"])
+def test_p05_the_backend_before_the_correction(name: str):
+    told = diagnose([chunk(A1_TO_A3[name].rows)])
     assert told["corrections"] == []
     assert told["advice"][-1].startswith("Correct nothing")
+
+
+def test_p05_sound_a_backend_that_is_right_gets_its_corrections():
+    q = [logp(seed, 50) for seed in range(40)]
+    stale = [np.minimum(x + noise(seed, 50, 0.2), -1e-6) for seed, x in enumerate(q)]
+    told = diagnose([chunk([row(x, x, y, version_rollout=3, version_train=4) for x, y in zip(q, stale, strict=True)])])
+    assert told["verdict"] == "lag"
+    assert told["corrections"]
+    assert not any(line.startswith("Correct nothing") for line in told["advice"])
