@@ -15,10 +15,11 @@ import numpy as np
 
 from realmodel import model as policy
 from realmodel import sampler, sync, tasks, train
-from realmodel.align import pad, to_batch
+from realmodel.align import WHOLE, pad, to_batch
+from realmodel.logprobs import log_probs_at
 from realmodel.sampler import EngineConfig
 from realmodel.train import RunConfig
-from sandbox import diagnostics, losses
+from sandbox import diagnostics
 from sandbox.corrections import CORRECTIONS
 from sandbox.mismatch import EveryK
 
@@ -36,23 +37,24 @@ def main(rounds: int = 15) -> None:
     llm, learner = sampler.start(path, config.engine), train.learner(path, config)
     problems = tasks.get(config.task).sample(np.random.default_rng(0), config.prompts, held_out=False)
     prompts = [learner.tokenizer.encode(p.prompt) for p in problems]
-    whole = sampler.generate(llm, prompts, config.group, 9, seed=0, whole_vocabulary=True)
+    whole = sampler.generate(llm, prompts, config.group, 9, seed=0, top=WHOLE)
     drawn = replace(whole, logp_all=None)
     sampled, advantage = policy.snapshot(learner.model), np.random.default_rng(0).normal(size=len(whole.logp))
 
     def uncorrected() -> None:
         ids, _ = pad(drawn, learner.tokenizer.pad_token_id)
-        batch = to_batch(drawn, ids, advantage, policy.log_probs(learner.model, ids, None), 1)
-        train._update(config, learner, losses.reinforce(batch, CORRECTIONS["none"](batch)), 1)
+        pi = log_probs_at(learner.model, ids, *train.asked(learner, drawn, ids))
+        batch = to_batch(drawn, ids, advantage, pi, 1)
+        train.update(config, learner, drawn, batch, CORRECTIONS["none"](batch), 1)
 
     def dlc() -> None:
         batch = train.evaluate(learner, whole, 1, {0: sampled}, advantage, centre=True)
         diagnostics.ess(diagnostics.sequence_log_weight(batch, "lag"))
-        train._update(config, learner, losses.reinforce(batch, CORRECTIONS["dlc"](batch)), 1)
+        train.update(config, learner, whole, batch, CORRECTIONS["dlc"](batch), 1)
 
     def tis() -> None:
         batch = train.evaluate(learner, drawn, 1, {0: sampled}, advantage)
-        train._update(config, learner, losses.reinforce(batch, CORRECTIONS["tis"](batch)), 1)
+        train.update(config, learner, drawn, batch, CORRECTIONS["tis"](batch), 1)
 
     for work in (uncorrected, dlc, tis):
         work()

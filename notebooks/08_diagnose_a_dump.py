@@ -18,9 +18,11 @@
 # %%
 import numpy as np
 
-from sandbox import judgement, semantics
-from sandbox.diagnose import decompose, diagnose, reference
-from sandbox.rollouts import collect
+from sandbox import attribution, evidence, judgement, semantics
+from sandbox.diagnose import diagnose
+from sandbox.dumps import table_of
+from sandbox.refusals import check
+from sandbox.rollouts import Chunk
 
 rng = np.random.default_rng(0)
 
@@ -34,6 +36,11 @@ def response(step: int, behind: int) -> dict:
     return stamps | {"logp_rollout": q, "logp_sync": mu, "logp_train": pi, "reward": 1.0}
 
 
+def chunk(rows: list[dict]) -> Chunk:
+    """What the readers make of a piece of a dump: rows that can be used, and why the others cannot."""
+    return check(table_of("notebook", np.arange(len(rows)), rows, []), set())
+
+
 rows = [response(10 + i // 32, i % 5) for i in range(320)]
 
 # %% [markdown]
@@ -43,37 +50,38 @@ rows = [response(10 + i // 32, i % 5) for i in range(320)]
 # %%
 rows[3]["logp_rollout"][7] = -9999
 rows[4]["version_rollout"] = 99
-table = collect(rows)
-for refused in table.refused:
-    print(refused.sample_id, refused.reason)
-assert [r.code for r in table.refused] == ["placeholder", "negative_lag"]
-assert table.n == 319
+piece = chunk(rows)
+for refused in piece.refused:
+    print(refused.sample_id, refused.reason, refused.detail)
+assert {r.reason for r in piece.refused} == {"placeholder", "negative_lag"}
+assert len(piece.rollouts.lengths) == 319
 
 # %% [markdown]
-# **Semantics before statistics.** Nothing is shifted, tempered or truncated here.
+# **Semantics before statistics.** Dumps may be larger than memory: chunks are reduced to sums, and some of their tokens
+# are kept for the tests that need single ones. Nothing is shifted, tempered or truncated here.
 
 # %%
-base, known, lag = reference(table)
-findings = semantics.check(table, base, known)
-assert {f.code for f in findings} == {"placeholder", "negative_lag"}
+collected = evidence.collect([piece])
+reference = evidence.reference(collected)
+assert reference.basis == "logp_sync"
+found = semantics.findings(collected, reference)
+assert {f.code for f in found} == {"placeholder", "negative_lag"}
 
 # %% [markdown]
 # **Numerics against lag.** The identity t = d + g holds token by token, so the mean squares add up with the cross term.
 
 # %%
-t = np.where(table.mask, table.logp_train - table.logp_rollout, 0)
-d = np.where(table.mask, base - table.logp_rollout, 0)
-split = decompose(t, d, t - d, table.mask, known, lag)
-print({name: split[name] for name in ("discrepancy", "lag", "cross_term", "total", "lag_share")})
-assert np.isclose(split["discrepancy"] + split["lag"] + split["cross_term"], split["total"])
-assert abs(split["discrepancy"] - 1e-4) < 1e-5  # sd .01
+split = attribution.split(collected, resynced=True)
+print(split, split.lag_share)
+assert np.isclose(split.discrepancy + split.lag + split.cross_term, split.total)
+assert abs(split.discrepancy - 1e-4) < 1e-5  # sd .01
 
 # %% [markdown]
 # **Judgement.** ESS with n, interval and Pareto k; the predicted `ess_step`; a verdict with advice.
 
 # %%
-print(judgement.both_ess(table, t)["sequence"])
-outcome = diagnose(table)
+print(judgement.ess(collected, resynced=True)["sequence"])
+outcome = diagnose([piece])
 print(outcome["verdict"], *outcome["advice"], sep="\n- ")
 assert outcome["verdict"] == "lag"
 
@@ -82,13 +90,13 @@ assert outcome["verdict"] == "lag"
 
 # %%
 blind = [{k: v for k, v in row.items() if k != "logp_sync"} for row in rows if row["version_rollout"] < row["step"]]
-assert diagnose(collect(blind))["verdict"] == "not_identifiable"
+assert diagnose([chunk(blind)])["verdict"] == "not_identifiable"
 
 # %% [markdown]
 # A sampler at temperature 0.7 whose trainer does not know it: a bug, and no correction is advised before its repair.
 
 # %%
 hot = [row | {"logp_sync": 0.7 * row["logp_rollout"], "logp_train": 0.7 * row["logp_rollout"]} for row in rows[10:]]
-wrong = diagnose(collect(hot))
+wrong = diagnose([chunk(hot)])
 print(wrong["verdict"], wrong["advice"])
 assert wrong["verdict"] == "semantics"

@@ -5,7 +5,8 @@ of its output predicts token i + 1. Token t of a response to a prompt of P token
 P - 1 + t. Sequences are padded on the right, where causal attention keeps padding out of every counted row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from sandbox.batch import Batch, check
 from sandbox.errors import BadInput
+
+WHOLE = -1  # for a number of tokens: the whole vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +26,16 @@ class Rollout:
         prompt_ids: the prompt of each response. B lists
         response_ids: drawn tokens, eos included where it was drawn. B lists
         logp: the sampler's log-probability of each drawn token, nats. B arrays (T_i,)
-        logp_all: the same over the whole vocabulary, in token-id order; None where not asked for. B arrays (T_i, V)
+        logp_all: the same over the whole vocabulary, in token-id order, or over the tokens of `top_ids`; None where not
+            asked for. B arrays (T_i, V) or (T_i, k)
         version: weight version that drew them; where several did, the last.
         prompt_index: which prompt of the request each response answers. int (B,)
         finished: whether eos was drawn (else the length limit cut the response). bool (B,)
         token_versions: weight version of each token, where a sync fell into the generation. B int arrays (T_i,)
         width: length to which `pad` pads every sequence; 0: that of the longest. The exact engine draws its tokens
             and the trainer evaluates them in this one shape.
+        top_ids: the likeliest k tokens at each place, likeliest first, whose log-probabilities `logp_all` holds; None
+            where it holds all. B int arrays (T_i, k)
     """
 
     prompt_ids: list[list[int]]
@@ -41,12 +47,20 @@ class Rollout:
     finished: np.ndarray
     token_versions: list[np.ndarray] | None = None
     width: int = 0
+    top_ids: list[np.ndarray] | None = None
 
     def versions(self) -> list[np.ndarray]:
         """The weight version that drew each token. B int arrays (T_i,)"""
         if self.token_versions is not None:
             return self.token_versions
         return [np.full(len(ids), self.version) for ids in self.response_ids]
+
+    @property
+    def top(self) -> int:
+        """How many log-probabilities it has of each place besides the drawn token's: 0, k, or WHOLE."""
+        if self.logp_all is None:
+            return 0
+        return WHOLE if self.top_ids is None else self.top_ids[0].shape[-1]
 
 
 def pad(rollout: Rollout, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -97,13 +111,42 @@ def predicted_by(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
     return rows, tokens, mask
 
 
+def wanted(rollout: Rollout, length: int, vocabulary: int, centre: bool) -> tuple[Tensor, Tensor]:
+    """What the trainer is asked about a rollout (`logprobs.log_probs_at`).
+
+    Args:
+        length: of the padded sequences, L.
+        vocabulary: tokens the trainer's model has, V.
+        centre: ask about the tokens of `logp_all` too, for corrections that centre the score.
+
+    Returns:
+        rows: flat positions b L + i that predict the response tokens, in order. long (N,)
+        columns: the drawn token, then the others. long (N, 1), (N, 1 + k) or (N, 1 + V)
+
+    Raises:
+        BadInput: naming the row of an empty prompt or response; log-probabilities that the sampler was not asked for.
+    """
+    rows, tokens, mask = predicted_by(rollout)
+    flat = (rows + length * torch.arange(len(rows))[:, None])[mask]
+    columns = tokens[mask][:, None]
+    if not centre:
+        return flat, columns
+    if rollout.logp_all is None:
+        raise BadInput("logp_all is missing: sample with top = WHOLE, or the top k, to centre the score")
+    if rollout.top_ids is None:
+        others = torch.arange(vocabulary).expand(len(flat), -1)
+    else:
+        others = torch.from_numpy(np.concatenate(rollout.top_ids))
+    return flat, torch.cat([columns, others], dim=1)
+
+
 def to_batch(
     rollout: Rollout,
     ids: Tensor,
     advantage: Tensor | np.ndarray,
-    train_all: Tensor,
+    train: Tensor,
     version_train: int,
-    sync_all: Tensor | None = None,
+    sync: Tensor | None = None,
     centre: bool = False,
 ) -> Batch:
     """The Batch of a rollout and the trainer's log-probabilities on it.
@@ -114,56 +157,68 @@ def to_batch(
         rollout: what the sampler drew, B responses of up to T tokens.
         ids: the padded sequences that the trainer evaluated, as `pad` gave them. (B, L)
         advantage: one number a response. (B,)
-        train_all: log pi of every next token, from `model.log_probs`; carries the gradient. (B, L, V)
+        train: log pi of what `wanted` asks; carries the gradient. (N, c)
         version_train: weight version of the trainer that consumes the batch.
-        sync_all: log mu, the trainer's engine at the weights that drew each token. (B, L, V)
-        centre: also fill the whole-vocabulary fields, for corrections that centre the score.
+        sync: log mu of the same, the trainer's engine at the weights that drew each token. (N, c)
+        centre: also fill the fields over several tokens, for corrections that centre the score.
 
     Raises:
         BadInput: naming the field, for ids that are not the rollout's, lengths or shapes that disagree, empty
             responses, sampler log-probabilities that are missing, nan, -inf or above 0, and a version newer than the
             trainer's.
     """
-    rows, tokens, mask = predicted_by(rollout)
-    size, width = tokens.shape
-    _check_sizes(rollout, ids, train_all)
-    if sync_all is not None and sync_all.shape != train_all.shape:
-        raise BadInput(f"sync_all has shape {tuple(sync_all.shape)}, train_all {tuple(train_all.shape)}")
+    _, _, mask = predicted_by(rollout)
+    size, width = mask.shape
+    _check_sizes(rollout, ids)
+    others = 0
+    if centre:
+        others = train.shape[-1] - 1
+        for b, (rows, response) in enumerate(zip(_vocabulary(rollout), rollout.response_ids, strict=True)):
+            if rows.shape != (len(response), others):
+                raise BadInput(f"logp_all[{b}] has shape {rows.shape}, expected ({len(response)}, {others})")
+    for name, table in (("train", train), ("sync", sync)):
+        if table is not None and table.shape != (int(mask.sum()), 1 + others):
+            raise BadInput(f"{name} has shape {tuple(table.shape)}, expected ({int(mask.sum())}, {1 + others})")
     if np.shape(advantage) != (size,):
         raise BadInput(f"advantage has shape {tuple(np.shape(advantage))}, expected ({size},)")
-    device = train_all.device
-    rows, tokens, mask = rows.to(device), tokens.to(device), mask.to(device)
+    device = train.device
+    mask = mask.to(device)
 
-    def response_rows(whole: Tensor) -> Tensor:  # (B, L, V) -> (B, T, V)
-        return whole[torch.arange(size, device=device)[:, None], rows]
+    def reported(rows: list[np.ndarray]) -> Tensor:
+        return spread(torch.as_tensor(np.concatenate(rows), dtype=torch.float32, device=device), mask)
 
-    def drawn(whole: Tensor) -> Tensor:  # (B, L, V) -> (B, T)
-        return whole[torch.arange(size, device=device)[:, None], rows, tokens]
-
-    rollout_all = None
-    if centre:
-        vocabulary = train_all.shape[-1]
-        for b, (rows_all, response) in enumerate(zip(_vocabulary(rollout), rollout.response_ids, strict=True)):
-            if rows_all.shape != (len(response), vocabulary):
-                raise BadInput(f"logp_all[{b}] has shape {rows_all.shape}, expected ({len(response)}, {vocabulary})")
-        rollout_all = torch.zeros(size, width, vocabulary, device=device)
-        rollout_all[mask] = torch.as_tensor(np.concatenate(_vocabulary(rollout)), dtype=torch.float32, device=device)
-    logp_rollout = torch.zeros(size, width, device=device)
-    logp_rollout[mask] = torch.as_tensor(np.concatenate(rollout.logp), dtype=torch.float32, device=device)
     return check(
         Batch(
-            logp_train=drawn(train_all),
-            logp_rollout=logp_rollout,
+            **trainers(train, mask, centre),
+            logp_rollout=reported(rollout.logp),
             mask=mask,
-            advantage=torch.as_tensor(advantage, dtype=train_all.dtype, device=device)[:, None],
-            logp_sync=None if sync_all is None else drawn(sync_all),
-            logp_train_all=response_rows(train_all) if centre else None,
-            logp_sync_all=response_rows(sync_all) if centre and sync_all is not None else None,
-            logp_rollout_all=rollout_all,
+            advantage=torch.as_tensor(advantage, dtype=train.dtype, device=device)[:, None],
+            logp_sync=None if sync is None else spread(sync[:, 0], mask),
+            logp_sync_all=spread(sync[:, 1:], mask) if centre and sync is not None else None,
+            logp_rollout_all=reported(_vocabulary(rollout)) if centre else None,
             version_rollout=_version_rollout(rollout, width).to(device),
             version_train=version_train,
         )
     )
+
+
+def trainers(train: Tensor, mask: Tensor, centre: bool) -> dict[str, Tensor]:
+    """The fields of a Batch that hold log pi, from what `wanted` asked. (N, c), (B, T)"""
+    drawn = {"logp_train": spread(train[:, 0], mask)}
+    return drawn | ({"logp_train_all": spread(train[:, 1:], mask)} if centre else {})
+
+
+def spread(values: Tensor, mask: Tensor) -> Tensor:
+    """Values of the counted places on those places, 0 elsewhere; a gradient passes. (N, ...), (B, T) -> (B, T, ...)"""
+    table = torch.zeros(*mask.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
+    return table.index_put((mask,), values)
+
+
+def part(rollout: Rollout, piece: slice) -> Rollout:
+    """Those responses alone."""
+    values: dict[str, Any] = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
+    cut: dict[str, Any] = {name: v[piece] for name, v in values.items() if isinstance(v, list | np.ndarray)}
+    return replace(rollout, **cut)
 
 
 def _version_rollout(rollout: Rollout, width: int) -> Tensor:
@@ -176,14 +231,12 @@ def _version_rollout(rollout: Rollout, width: int) -> Tensor:
     return versions
 
 
-def _check_sizes(rollout: Rollout, ids: Tensor, train_all: Tensor) -> None:
+def _check_sizes(rollout: Rollout, ids: Tensor) -> None:
     size = len(rollout.response_ids)
     if len(rollout.logp) != size:
         raise BadInput(f"logp has {len(rollout.logp)} rows for {size} responses")
     if ids.ndim != 2 or len(ids) != size:
         raise BadInput(f"ids has shape {tuple(ids.shape)}, expected ({size}, L)")
-    if train_all.shape[:2] != ids.shape:
-        raise BadInput(f"train_all has shape {tuple(train_all.shape)}, expected ({size}, {ids.shape[1]}, V)")
     for b, (prompt, response, logp) in enumerate(
         zip(rollout.prompt_ids, rollout.response_ids, rollout.logp, strict=True)
     ):
@@ -197,5 +250,5 @@ def _check_sizes(rollout: Rollout, ids: Tensor, train_all: Tensor) -> None:
 
 def _vocabulary(rollout: Rollout) -> list[np.ndarray]:
     if rollout.logp_all is None:
-        raise BadInput("logp_all is missing: sample with whole_vocabulary=True to centre the score")
+        raise BadInput("logp_all is missing: sample with top = WHOLE, or the top k, to centre the score")
     return rollout.logp_all

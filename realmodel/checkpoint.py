@@ -17,7 +17,7 @@ from realmodel.model import one_line
 from sandbox.errors import BadInput
 
 FILE = "checkpoint.pt"
-LISTS = ("logp", "logp_all", "token_versions")  # of arrays, one a response
+LISTS = ("logp", "logp_all", "token_versions", "top_ids")  # of arrays, one a response
 
 
 @dataclass(frozen=True)

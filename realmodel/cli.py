@@ -149,19 +149,26 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     show(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
-def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = None, json: Json = False) -> None:
+def train(
+    config: tyro.conf.Positional[Path],
+    resume: bool = False,
+    dry_run: bool = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
     """One real-model run from a TOML config; prints its last measurements.
 
     Args:
         config: TOML file, see realmodel/configs; or, with --resume, the folder of a run.
         resume: go on from the last whole step of a run that was killed: in this folder, in --out, or in the newest
             folder of this config under runs/. Where there is none, a new run starts.
+        dry_run: check the config, and say what memory it needs and what the engine would be started with.
     """
     from sandbox import config as configs
 
     with quiet_stdout() as stdout, progress_bar() as bar:
+        from realmodel import dryrun, sampler, tasks
         from realmodel import model as policy
-        from realmodel import sampler, tasks
         from realmodel import train as loop
 
         quiet_libraries()
@@ -171,11 +178,14 @@ def train(config: tyro.conf.Positional[Path], resume: bool = False, out: Out = N
             folder, settings = config, configs.structure(results.read_run(config)["config"], loop.RunConfig)
         else:
             settings = configs.load(config, loop.RunConfig)
+            if dry_run:
+                outcome = dryrun.plan(settings)
+                return show(stdout, outcome, json, dryrun.tables(outcome))
             older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
             folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
-        path = policy.build(policy.Recipe()) if settings.model == "small" else settings.model
+        path = policy.resolve(settings.model, settings.task)
         llm = sampler.start(path, settings.engine)
         learner = loop.learner(path, settings)
 
@@ -303,17 +313,17 @@ def diagnose(
 
     Args:
         dumps: files or folders: a run of ours, NeMo-RL, prime-rl, slime, miles, or any Parquet or JSON lines.
-        format: nemo_rl, prime_rl, slime, parquet or jsonl, instead of telling it from the content.
-        map: canonical=theirs, names of columns.
-        lag: versions every token is behind, where the dump does not say so.
-        trust_pickle: run whatever a pickle contains.
+        format: canonical, nemo-rl, prime-rl, slime or miles, instead of telling it from the content.
+        map: canonical=theirs, names of columns in other Parquet or JSON lines.
+        lag: versions every token is behind, in place of what the dump says.
+        trust_pickle: open files of torch that could run code.
     """
     from realmodel import diagnosis
 
     folder = None if out is None else run_folder(out, "diagnose")
-    outcome, table = diagnosis.run(dumps, format, map, lag, trust_pickle)
+    outcome, evidence = diagnosis.run(dumps, format, map, lag, trust_pickle)
     if folder is not None:
-        diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, table)
+        diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, evidence)
     show(sys.stdout, outcome, json, diagnosis.tables(outcome))
 
 

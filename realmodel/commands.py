@@ -26,7 +26,7 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
     grid.save(table, grid.curves(asked, folder), folder)
     results.finish_run(folder)
     outcome = grid.outcome(table) | {"folder": str(folder)}
-    shown = ("run", "quadratic", "curved", "twin", "constant", "observed", "failure_step", "final_pass_rate")
+    shown = ("run", "quadratic", "curved", "twin", "path", "constant", "observed", "failure_step", "final_pass_rate")
     runs = [{name: row[name] for name in shown} for row in table.to_dicts()]
     return outcome, {"ess_step, updates since the sync": runs, "how well each way predicts": grid.scores(table)}
 
@@ -35,7 +35,9 @@ def real_claims(source: Path | None, folder: Path, resume: bool, bar: Progress) 
     """The claims on the real model: the runs that the folder lacks, then the rows, saved as `tabular.save` does."""
     asked = validation.Study() if source is None else configs.load(source, validation.Study)
     results.begin_run(folder, configs.resolved(asked), resume)
-    task = bar.add_task("starting", total=asked.start + asked.steps * len(validation.planned(asked)))
+    task = bar.add_task(
+        "starting", total=asked.start * (1 + bool(asked.mixture)) + asked.steps * len(validation.planned(asked))
+    )
     validation.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
     rows = claims.answer(validation.evidence(asked, folder))
     tabular.save(folder, rows)

@@ -17,11 +17,14 @@ import torch
 from realmodel import model as policy
 from realmodel import tasks
 from realmodel.align import Rollout, pad, predicted_by
+from realmodel.logprobs import log_probs, pieces
 from realmodel.settings import Learner
 from sandbox import collapse
 from sandbox import predict as predictions
 from sandbox.collapse import failure_step, shortfall
 from sandbox.errors import BadInput
+
+TABLE_MIB = 256  # of whole tables of log-probabilities at once
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,16 @@ class Crossing:
     measured: int
 
 
-def first_sync(steps: pl.DataFrame) -> pl.DataFrame:
-    """The measurements between a run's start and its first resync: columns k, ess, ess_se, var_log_ratio, token_kl.
+def first_probe(steps: pl.DataFrame) -> pl.DataFrame:
+    """The measurements on a run's first probe, until its first resync or (probe_kept) its end: columns k (updates),
+    ess, ess_se, var_log_ratio, token_kl.
 
     Raises BadInput for a run whose config had no probe.
     """
     if "probe_ess" not in steps.columns:
         raise BadInput("steps has no probe_ess: the run was made with probe = 0")
-    return steps.filter(pl.col("version_rollout") == 0).select(
-        pl.col("steps_since_sync").alias("k"),
+    return steps.filter(pl.col("probe_version") == 0).select(
+        pl.col("version_train").alias("k"),
         pl.col("probe_ess").alias("ess"),
         pl.col("probe_ess_se").alias("ess_se"),
         pl.col("probe_var_log_ratio").alias("var_log_ratio"),
@@ -55,7 +59,7 @@ def first_sync(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def observed_ess_step(since_sync: pl.DataFrame, threshold: float = 0.5) -> Crossing:
-    """First k at which the probe's ESS is below the threshold, from the table of `first_sync`."""
+    """First k at which the probe's ESS is below the threshold, from the table of `first_probe`."""
     k, ess, margin = since_sync["k"], since_sync["ess"], 1.96 * since_sync["ess_se"]
 
     def first(values: pl.Series) -> float:
@@ -104,9 +108,14 @@ def sequence_kl(learner: Any, responses: Rollout, of: dict, to: dict) -> float:
     """
     ids, attention = pad(responses, learner.tokenizer.pad_token_id)
     rows, _, mask = predicted_by(responses)
-    first, second = (policy.log_probs(learner.model, ids, attention, weights=w).cpu() for w in (of, to))
-    per_token = (first.exp() * (first - second)).sum(-1)
-    return float(torch.where(mask, per_token.gather(1, rows), 0.0).sum(1).double().mean())
+    vocabulary = learner.model.get_input_embeddings().num_embeddings
+    found = []
+    for piece in pieces(len(ids), max(1, TABLE_MIB * 2**18 // (vocabulary * ids.shape[1]))):
+        tables = (log_probs(learner.model, ids[piece], attention[piece], weights=w).cpu() for w in (of, to))
+        first, second = tables
+        per_token = (first.exp() * (first - second)).sum(-1)
+        found.append(torch.where(mask[piece], per_token.gather(1, rows[piece]), 0.0).sum(1))
+    return float(torch.cat(found).double().mean())
 
 
 def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str, Any]:
@@ -117,7 +126,7 @@ def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str,
     steps = read_steps(run)
     references = [pass_rates(read_steps(folder)) for folder in on_policy]
     failure = failure_step(pass_rates(steps), references) if references else math.nan
-    return predictions.measured(first_sync(steps), threshold, len(steps) - 1) | {"failure_step": failure}
+    return predictions.measured(first_probe(steps), threshold, len(steps) - 1) | {"failure_step": failure}
 
 
 def read_steps(run: Path) -> pl.DataFrame:
@@ -132,7 +141,7 @@ def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: flo
     """One run's row of the demo's table and of `mismatch demo --json`, but for the KL from on-policy."""
     rates = pass_rates(steps)
     difference, error = shortfall(rates, on_policy)
-    watched = first_sync(steps)
+    watched = first_probe(steps)
     observed = observed_ess_step(watched, threshold)
     fit = predicted_ess_step(watched, horizon=len(steps) - 1, threshold=threshold)
     at = watched.filter(pl.col("k") == observed.step)["token_kl"]

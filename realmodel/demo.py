@@ -198,7 +198,7 @@ def real_part(
 def draw(tabular: dict[str, pl.DataFrame], runs: dict[tuple[str, int], pl.DataFrame], rows: list[dict]) -> Figure:
     """The demo's one figure: the tree above, the real model (runs of seed 1) below."""
     stale = {name: runs[name, 1] for name in STALE}
-    since = {name: compare.first_sync(steps) for name, steps in stale.items()}
+    since = {name: compare.first_probe(steps) for name, steps in stale.items()}
     fits = {name: compare.predicted_ess_step(table, len(stale[name]) - 1) for name, table in since.items()}
     figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     plots.ess_curves(a, {name: tabular[name] for name in STALE})

@@ -1,5 +1,7 @@
 """What `mismatch diagnose` shows: the page for a terminal, and report.html with its figures."""
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from realmodel import readers
-from sandbox import diagnose, plots, report, results, rollouts
+from sandbox import diagnose, evidence, plots, report, results
 from sandbox.errors import BadInput
+from sandbox.evidence import Evidence
 
 
 def run(
     dumps: tuple[Path, ...], format: str | None, columns: tuple[str, ...], lag: int | None, trust_pickle: bool
-) -> tuple[dict[str, Any], rollouts.Rollouts]:
-    """Read and diagnose. Raises BadInput for bad options, or where no row can be analysed."""
+) -> tuple[dict[str, Any], Evidence]:
+    """Read and diagnose. Raises BadInput for bad options, or where no row was read."""
     if not dumps:
         raise BadInput("dump: give at least one file or folder")
     if lag is not None and lag < 0:
@@ -23,99 +26,139 @@ def run(
     for name, equals, theirs in pairs:
         if not (name and equals and theirs):
             raise BadInput(f"map is {name + equals + theirs!r}, expected canonical=theirs")
-    rows = readers.read(dumps, format, {name: theirs for name, _, theirs in pairs}, trust_pickle)
-    table = rollouts.collect(rows, lag)
-    return diagnose.diagnose(table), table
+    names = [name for name, _, _ in pairs]
+    if len(set(names)) < len(names):
+        raise BadInput("map: a canonical column is given twice")
+    chunks = readers.read(dumps, format, {name: theirs for name, _, theirs in pairs}, lag, trust_pickle)
+    collected = evidence.collect(chunks)
+    return diagnose.outcome(collected), collected
 
 
-def save(folder: Path, asked: dict[str, Any], outcome: dict[str, Any], table: rollouts.Rollouts) -> None:
+def save(folder: Path, asked: dict[str, Any], outcome: dict[str, Any], collected: Evidence) -> None:
     """diagnosis.json and report.html in a new run folder."""
     results.create_run(folder, asked)
     results.write_json(folder / "diagnosis.json", outcome)
-    results.write_text(folder / "report.html", page(outcome, table))
+    sections = [report.Section(title, (), report.aligned(rows)) for title, rows in tables(outcome).items()]
+    sections += [report.Section(title, (text,), (), figure) for title, text, figure in figures(outcome, collected)]
+    results.write_text(folder / "report.html", report.render("Diagnosis of a dump", sections, results.foot()))
     results.finish_run(folder)
 
 
 def tables(outcome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The tables of the terminal page; every number with unit, stage and n in its name or row."""
-    ess = [
-        {
-            "unit": unit,
-            "stage": "raw",
-            "ESS": e["raw"],
-            "n": e["n"],
-            "90% interval": e["interval"],
-            "Pareto k": e["pareto_k"],
-        }
-        for unit, e in outcome["ess"].items()
-    ]
-    names = ("discrepancy", "lag", "cross_term", "total", "lag_share")
-    split = [{"mean_square_per_token_nats2": "trainer - sampler"} | {name: outcome[name] for name in names}]
-    pages = {f"VERDICT: {outcome['verdict']}": [{"advice": line} for line in outcome["advice"]] or [{"advice": "-"}]}
+    """The terminal page: verdict, what to do, what was found, the numbers, what was left out."""
+    pages = {f"VERDICT: {outcome['verdict']}": [{"what to do": line} for line in outcome["advice"]]}
     if outcome["findings"]:
-        found = [{name: f[name] for name in ("code", "severity", "message")} for f in outcome["findings"]]
-        pages["findings"] = found
-    pages[f"split of the token error, n = {outcome['n_tokens']} tokens ({outcome['split_from']})"] = split
-    pages["effective sample size, a fraction of n"] = ess
-    kl = outcome["kl_sampler_train"]
-    pages["KL(sampler || trainer), nats a token"] = [kl | outcome["reference_level"]["position"]]
+        found = [{"finding": f["code"], "severity": f["severity"], "what": f["message"]} for f in outcome["findings"]]
+        pages["findings"] = sorted(found, key=lambda f: ("error", "warning", "info").index(f["severity"]))
+    pages["numbers"] = numbers(outcome)
     if outcome["corrections"]:
-        pages["corrections on this dump's ratios, best first"] = outcome["corrections"]
-    if outcome["refused"]:
-        pages[f"refused: {len(outcome['refused'])} rows or parts of rows; the first"] = outcome["refused"][:5]
+        best = [
+            {name: row[name] for name in ("correction", "bias", "noise", "error")} for row in outcome["corrections"][:5]
+        ]
+        pages["corrections on this dump's ratios: errors over that of a fresh batch, the least five"] = best
+    counts = Counter(one["reason"] for one in outcome["refused"])
+    if counts:
+        first = {one["reason"]: one for one in reversed(outcome["refused"])}
+        pages[f"left out, of {outcome['n_rows']} rows"] = [
+            {"reason": reason, "rows": n, "first": f"{first[reason]['sample_id']}: {first[reason].get('detail', '')}"}
+            for reason, n in counts.most_common()
+        ]
     return pages
 
 
-def page(outcome: dict[str, Any], table: rollouts.Rollouts) -> str:
-    """report.html, self-contained."""
-    sections = [report.Section(title, (), report.aligned(rows)) for title, rows in tables(outcome).items()]
-    sections += [report.Section(title, (text,), (), figure) for title, text, figure in figures(outcome, table)]
-    return report.render("Diagnosis of a dump", sections, results.foot())
+def numbers(outcome: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a number: what, how much, its unit, of raw or truncated weights, direction, n."""
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, value: Any, unit: str, direction: str, n: int, stage: str = "raw") -> None:
+        rows.append({"number": what, "value": value, "unit": unit, "stage": stage, "direction": direction, "n": n})
+
+    split, tokens = outcome["n_tokens_split"], outcome["n_tokens"]
+    add("discrepancy, mean d²", outcome["discrepancy"], "nats² a token", "log μ - log q", split)
+    add("lag, mean g²", outcome["lag"], "nats² a token", "log π - log μ", split)
+    add("cross term, 2 mean d g", outcome["cross_term"], "nats² a token", "", split)
+    add("total, mean t²", outcome["total"], "nats² a token", "log π - log q", tokens)
+    add("lag share", outcome["lag_share"], f"of d² + g², by {outcome['identified_by']}", "", split)
+    for name, value in outcome["kl_sampler_train"].items():
+        add(f"KL, {name}", value, "nats a token", "KL(q || π)", tokens)
+    for unit in ("sequence", "token"):
+        size = outcome["ess"][unit]
+        low, high = size["interval"]
+        shown = f"{report.cell(size['raw'])} [{report.cell(low)}, {report.cell(high)}]"
+        add(f"ESS, {unit} [90 %]", shown, "of n", "π / q", size["n"])
+        add(f"ESS, {unit}", size["truncated"], "of n", "π / q", size["n"], f"truncated at {size['cap']:g}")
+        add(f"Pareto k, {unit}", size["pareto_k"], f"limit {size['pareto_k_limit']:.2f}", "π / q", size["n"])
+    stale, predicted = outcome["staleness"], outcome["collapse_prediction"]
+    add("lag, mean", stale["mean"], f"versions; {stale['coverage']:.0%} of tokens say", "drawn to consumed", tokens)
+    ratio, points = predicted["of"], sum(row["n"] for row in predicted["curve"])
+    when = predicted["why"] if math.isnan(predicted["ess_step"]) else predicted["ess_step"]
+    add("ess_step, predicted", when, "updates since the sync", ratio, points)
+    if math.isfinite(predicted["observed_ess_step"]):
+        add(
+            "lag whose ESS is below 1/2, first", predicted["observed_ess_step"], "updates since the sync", ratio, points
+        )
+    if math.isfinite(predicted["sync_period"]):
+        add("sync period", predicted["sync_period"], "updates, to hold ESS above 1/2", ratio, points)
+    return rows
 
 
-def figures(outcome: dict[str, Any], table: rollouts.Rollouts) -> list[tuple[str, str, str]]:
-    """(heading, what it shows, SVG): split and ESS over steps, log ratios with tails, position profile."""
+def figures(outcome: dict[str, Any], collected: Evidence) -> list[tuple[str, str, str]]:
+    """(heading, what it shows, SVG): split and ESS over steps, the run's own curve, log ratios, position profile."""
     drawn = []
-    steps = outcome["by_step"]
+    steps = [row for row in outcome["by_step"] if row["step"] is not None]
     if len(steps) > 1:
         x = [row["step"] for row in steps]
-        figure = Figure(figsize=(7, 3), layout="constrained")
-        ax = figure.subplots()
-        for name in ("discrepancy", "lag"):
-            if outcome["identifiable"]:
+        figure, ax = _axes("step", "mean square, nats²; k3, nats")
+        for name in ("discrepancy", "lag", "total"):
+            if not all(math.isnan(row[name]) for row in steps):
                 ax.plot(x, [row[name] for row in steps], label=name)
-        ax.plot(x, [row["kl_sampler_train_k3"] for row in steps], label="k3, KL(sampler || trainer)", ls=":")
-        ax.set(xlabel="step", ylabel="mean square, nats²; k3, nats")
+        ax.plot(x, [row["kl_sampler_train_k3"] for row in steps], label="k3, KL(q || π)", ls=":")
         ax.legend()
         drawn.append(("The split over steps", "Per token, trainer minus sampler, raw.", plots.svg(figure)))
-        figure = Figure(figsize=(7, 3), layout="constrained")
-        ax = figure.subplots()
-        low, high = np.array([row["ess_interval"] for row in steps], float).T
+        figure, ax = _axes("step", "fraction of n")
+        low, high = np.array([row["ess_sequence_interval"] for row in steps], float).T
         ax.fill_between(x, low, high, alpha=0.3)
-        ax.plot(x, [row["ess"] for row in steps], label="sequence ESS, raw")
+        ax.plot(x, [row["ess_sequence"] for row in steps], label="sequence ESS, raw, π / q")
         ax.axhline(0.5, color="k", lw=0.8, ls="--", label="1/2")
-        predicted = outcome["collapse_prediction"]["ess_step"]
-        if np.isfinite(predicted):
-            ax.set_title(f"predicted ess_step: {predicted:.0f} updates after a sync")
-        ax.set(xlabel="step", ylabel="fraction of n", ylim=(0, 1.05))
+        ax.set_ylim(0, 1.05)
         ax.legend()
-        drawn.append(("ESS by step", "With its 90% bootstrap interval; small samples flatter it.", plots.svg(figure)))
-    t = (table.logp_train - table.logp_rollout)[table.mask]
-    t = t[np.isfinite(t)]
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    ax = figure.subplots()
+        text = (
+            f"With its 90 % interval; {steps[0]['n_responses']} responses in the first step. Small samples flatter it."
+        )
+        drawn.append(("ESS by step", text, plots.svg(figure)))
+    prediction = outcome["collapse_prediction"]
+    if prediction["curve"]:
+        figure, ax = _axes("updates since the sync", "-ln ESS of the lag")
+        k = np.array([row["k"] for row in prediction["curve"]], float)
+        ax.plot(k, [row["var_log_ratio"] for row in prediction["curve"]], "o", label="measured")
+        ax.plot(
+            k, [row["fit"] for row in prediction["curve"]], label=f"fitted to the first {prediction['points_used']}"
+        )
+        ax.axhline(math.log(2), color="k", lw=0.8, ls="--", label="ln 2: ESS 1/2")
+        if math.isfinite(prediction["ess_step"]):
+            ax.axvline(prediction["ess_step"], ls=":", label=f"predicted ess_step {prediction['ess_step']:.0f}")
+        ax.legend()
+        drawn.append(("The lag's own curve", f"Sequence weights {prediction['of']}, raw.", plots.svg(figure)))
+    sample = collected.sample
+    t = sample.train - sample.rollout
+    some = np.isfinite(t)
+    t, position = t[some], sample.position[some]
     if len(t):
+        figure, ax = _axes("log π - log q, nats", "tokens")
         ax.hist(t, bins=100, log=True)
-    ax.set(xlabel="log π - log q, nats", ylabel="tokens")
-    drawn.append(("Log ratios with their tails", f"Raw, n = {len(t)} tokens.", plots.svg(figure)))
-    position = np.arange(len(table.mask)) - np.repeat(table.starts[:-1], np.diff(table.starts))
-    every = np.where(table.mask, table.logp_train - table.logp_rollout, 0.0)
-    bins = np.minimum(position * 50 // max(int(position.max()) + 1, 50), 49)
-    n = np.bincount(bins[table.mask], minlength=50)
-    square = np.bincount(bins[table.mask], np.minimum(every[table.mask] ** 2, 1e4), minlength=50)
+        text = f"Raw, n = {len(t)} of {outcome['n_tokens']} tokens, whole responses."
+        drawn.append(("Log ratios with their tails", text, plots.svg(figure)))
+        width = (int(position.max()) + 1) / min(50, int(position.max()) + 1)
+        bins = (position / width).astype(int)
+        n = np.bincount(bins)
+        figure, ax = _axes("position in the response, tokens", "mean t², nats²")
+        ax.plot(np.flatnonzero(n) * width, (np.bincount(bins, t * t) / np.maximum(n, 1))[n > 0], marker=".")
+        drawn.append(("Profile by position", text, plots.svg(figure)))
+    return drawn
+
+
+def _axes(x: str, y: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7, 3), layout="constrained")
     ax = figure.subplots()
-    ax.plot(np.flatnonzero(n) * max(int(position.max()) + 1, 50) / 50, (square / np.maximum(n, 1))[n > 0])
-    ax.set(xlabel="position in the row, tokens", ylabel="mean t², nats²")
-    drawn.append(("Profile by position", f"Raw, n = {int(table.mask.sum())} tokens.", plots.svg(figure)))
-    return drawn
+    ax.set(xlabel=x, ylabel=y)
+    return figure, ax

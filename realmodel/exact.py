@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from realmodel import model as policy
-from realmodel.align import Rollout, pad
+from realmodel.align import WHOLE, Rollout, pad
+from realmodel.logprobs import log_probs
 from sandbox.errors import BadInput
 
 
@@ -40,7 +41,7 @@ class ExactEngine:
 
     def log_q(self, ids: Tensor) -> Tensor:
         """log q of every next token, float32 (B, L, V)."""
-        logp = policy.log_probs(self.model, ids, None)
+        logp = log_probs(self.model, ids, None)
         return logp if self.offset is None else (logp + self.offset).log_softmax(-1)
 
 
@@ -60,7 +61,7 @@ def eos_ids(config: Any) -> set[int]:
 
 
 def generate(
-    engine: ExactEngine, prompt_ids: list[list[int]], n: int, max_new_tokens: int, seed: int, whole: bool,
+    engine: ExactEngine, prompt_ids: list[list[int]], n: int, max_new_tokens: int, seed: int, top: int,
     version: int, room: int,
 ) -> Rollout:  # fmt: skip
     """As `sampler.generate`, which checks the prompts."""
@@ -70,7 +71,8 @@ def generate(
         prompt_ids=prompts,
         response_ids=[[] for _ in prompts],
         logp=[np.empty(0, np.float32) for _ in prompts],
-        logp_all=[np.empty((0, vocabulary), np.float32) for _ in prompts] if whole else None,
+        logp_all=[np.empty((0, vocabulary if top == WHOLE else top), np.float32) for _ in prompts] if top else None,
+        top_ids=[np.empty((0, top), np.int64) for _ in prompts] if top > 0 else None,
         version=version,
         prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
         finished=np.zeros(len(prompts), bool),
@@ -106,7 +108,7 @@ def extend(engine: ExactEngine, rollout: Rollout, max_new_tokens: int, seed: int
         length += alive
         alive = alive & ~torch.isin(token[:, 0], eos)
     whole = engine.log_q(ids)
-    responses, logp, everything, versions = [], [], [], []
+    responses, logp, everything, likeliest, versions = [], [], [], [], []
     drew = rollout.versions()
     for b, (prompt, old) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
         first, last = int(begin[b]), int(length[b])
@@ -121,13 +123,17 @@ def extend(engine: ExactEngine, rollout: Rollout, max_new_tokens: int, seed: int
         responses.append(old + ids[b, len(prompt) + len(old) : last].tolist())
         logp.append(np.concatenate([rollout.logp[b], values.cpu().numpy()]))
         versions.append(np.concatenate([drew[b], np.full(last - first, version)]))
+        if rollout.top_ids is not None:
+            rows, which = rows.topk(rollout.top)
+            likeliest.append(np.concatenate([rollout.top_ids[b], which.cpu().numpy()]))
         if rollout.logp_all is not None:
             everything.append(np.concatenate([rollout.logp_all[b], rows.cpu().numpy()]))
     return replace(
         rollout,
         response_ids=responses,
         logp=logp,
-        logp_all=None if rollout.logp_all is None else everything,
+        logp_all=everything or None,
+        top_ids=likeliest or None,
         version=version,
         finished=~alive.cpu().numpy(),
         token_versions=versions,

@@ -1,9 +1,10 @@
 """`mismatch compare GRID.toml`: predicted against observed ess_step over learning rates, dtypes, corrections and seeds.
 
-Every stale run is predicted out of sample, from its own first updates (THEORY section 6), in four ways: the quadratic
+Every stale run is predicted out of sample, from its own first updates (THEORY section 6), in three ways: the quadratic
 fit, the fit with curvature, a tabular twin (a tree whose drift and noise are the fitted ones, trained in the mean field
-under the run's correction, so that its loop is closed), and a constant, the median of the other runs. failure_step
-stands beside ess_step, never for it.
+under the run's correction, so that its loop is closed). Two more need other runs: the path, where on-policy training at
+that rate leaves the common start behind (what exact importance weighting would follow, section 5), and a constant, the
+median of the other runs. failure_step stands beside ess_step, never for it.
 """
 
 import math
@@ -23,7 +24,7 @@ from sandbox.errors import BadInput
 from sandbox.exact import name_of
 from sandbox.mismatch import EveryK, Never
 
-WAYS = ("quadratic", "curved", "twin", "constant")
+WAYS = ("quadratic", "curved", "twin", "path", "constant")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def planned(grid: Grid) -> list[Planned]:
             where = f"lr-{rate:g}"
             if seed <= grid.on_policy:
                 engine = replace(base.engine, dtype=grid.dtypes[0])
-                fresh = replace(base, correction=CORRECTIONS["none"], resync=EveryK(1), probe=0, engine=engine)
+                fresh = replace(base, correction=CORRECTIONS["none"], resync=EveryK(1), probe_kept=True, engine=engine)
                 runs.append(Planned(f"{where}/on-policy-{seed}", "on-policy", grid.dtypes[0], fresh))
             for dtype in grid.dtypes if seed <= grid.seeds else ():
                 for correction in grid.corrections:
@@ -108,9 +109,12 @@ def rows(grid: Grid, folder: Path) -> pl.DataFrame:
     runs = planned(grid)
     tables = study.steps_of(folder, [run.name for run in runs])
     references: dict[float, list[np.ndarray]] = {}
+    paths: dict[float, list[float]] = {}
     for run in runs:
         if run.correction == "on-policy" and run.name in tables:
             references.setdefault(run.config.learning_rate, []).append(compare.pass_rates(tables[run.name]))
+            observed = compare.observed_ess_step(compare.first_probe(tables[run.name]), grid.threshold)
+            paths.setdefault(run.config.learning_rate, []).append(observed.step)
     found = []
     for run in runs:
         rate, against = run.config.learning_rate, references.get(run.config.learning_rate, [])
@@ -118,7 +122,7 @@ def rows(grid: Grid, folder: Path) -> pl.DataFrame:
             continue
         steps, horizon = tables[run.name], run.config.steps
         told = compare.summary(steps, against, grid.threshold)
-        since = compare.first_sync(steps)
+        since = compare.first_probe(steps)
         curved = compare.predicted_ess_step(since, horizon, grid.threshold, curvature=True)
         fit = compare.predicted_ess_step(since, horizon, grid.threshold)
         found.append(
@@ -137,6 +141,7 @@ def rows(grid: Grid, folder: Path) -> pl.DataFrame:
                 "b": fit.b,
                 "quadratic": fit.ess_step,
                 "curved": curved.ess_step,
+                "path": float(np.median(paths[rate])),
                 "twin": twin(fit, run.config.correction, horizon, grid.threshold),
                 "points_fitted": fit.points_used,
                 "out_of_sample": bool(told["out_of_sample"]),
@@ -155,7 +160,7 @@ def curves(grid: Grid, folder: Path) -> pl.DataFrame:
     names = [run.name for run in planned(grid) if run.correction != "on-policy"]
     tables = study.steps_of(folder, names)
     return pl.concat(
-        [compare.first_sync(steps).select(pl.lit(name).alias("run"), pl.all()) for name, steps in tables.items()]
+        [compare.first_probe(steps).select(pl.lit(name).alias("run"), pl.all()) for name, steps in tables.items()]
     )
 
 

@@ -21,7 +21,6 @@ versions are null, and the diagnosis will not call anything lag or numerics. Old
 before the update, and stand as `logp_train` too.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 import polars as pl
 
 from sandbox import results
+from sandbox.dumps import digest
 from sandbox.errors import BadInput
 
 
@@ -56,7 +56,7 @@ def trl(folder: Path, output: Any, step: int, rank: int = 0, lag: int | None = N
     }
     mask = output["completion_mask"] * output.get("tool_mask", 1)
     ids, real = _array(output["prompt_ids"]), _array(output["prompt_mask"]) > 0
-    prompts = [hashlib.sha256(row[kept].tobytes()).hexdigest()[:16] for row, kept in zip(ids, real, strict=True)]
+    prompts = [digest(row[kept]) for row, kept in zip(ids, real, strict=True)]
     advantage = output["advantages"]
     columns["advantage"] = advantage[:, None].expand(mask.shape) if advantage.ndim == 1 else advantage
     return _write(folder, columns, mask, None, prompts, step, rank, lag)

@@ -1,9 +1,9 @@
-"""The policy: build or load a Qwen3, evaluate its log-probabilities at its own or at earlier weights, sample from it.
+"""The policy: build or load a Qwen3, keep snapshots of its weights, score its answers, sample from it.
 
-`build` makes the small default policy by supervised training on deliberately corrupted answers, so that it is right
+`build` makes a small policy (recipes.py) by supervised training on deliberately corrupted answers, so that it is right
 less than half the time at temperature 1 although its most likely answer is nearly always right: reinforcement
-learning then only has to sharpen it. `log_probs(..., weights=snapshot)` is the trainer's engine at another version
-of its weights, without a second model.
+learning then only has to sharpen it. `log_probs(..., weights=snapshot)` (logprobs.py) is the trainer's engine at
+another version of its weights, without a second model.
 """
 
 import dataclasses
@@ -12,12 +12,9 @@ import json
 import math
 import os
 import shutil
-import string
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +24,24 @@ from torch import Tensor, nn
 
 from realmodel import tasks
 from realmodel.align import Rollout, pad_ids
+from realmodel.logprobs import log_probs, log_probs_at
+from realmodel.recipes import CHARACTERS, NAMED, Recipe, char_tokenizer, initialise
 from realmodel.tasks import Problem
 from sandbox.errors import BadInput
 
-PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = string.digits + string.ascii_lowercase + " >+-*/=()[]{}<,.:;?!#|&%$@"  # with PAD and EOS: 64 tokens
 EVALUATED = 1024  # held-out problems
 PARTS = ("config.json", "model.safetensors", "tokenizer.json", "recipe.json")  # of a built folder
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the small policy is built; any change means another folder in the cache.
+def resolve(model: str, task: str) -> str | Path:
+    """What to load for a run's `model`: the built folder of a recipe's name, else the folder or hub name itself.
 
-    Args:
-        task: key of tasks.TASKS.
-        corruption: probability that an answer character is replaced by a random one in supervised training.
-        steps, batch, learning_rate: of AdamW, with a short warm-up and a cosine to zero.
-        seed: of initialisation and data.
-        hidden, layers, heads, kv_heads, head_dim, intermediate: shape of the Qwen3.
+    Raises:
+        BadInput: as `build`.
     """
-
-    task: str = "sort8"
-    corruption: float = 0.1
-    steps: int = 300
-    batch: int = 256
-    learning_rate: float = 4e-3
-    seed: int = 0
-    hidden: int = 64
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    intermediate: int = 192
+    if model not in NAMED:
+        return model
+    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps, **NAMED[model]))
 
 
 def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
@@ -69,7 +51,7 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     at one number of threads. `progress` is called with (step, steps, loss).
 
     Raises:
-        BadInput: an unknown task, a cache that cannot be written.
+        BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
     """
     task = tasks.get(recipe.task)
     cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
@@ -80,6 +62,13 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
         if missing:
             raise BadInput(f"cached model {folder} is damaged, {', '.join(missing)} is missing: delete the folder")
         return folder
+    held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
+    for problem in held_out:
+        if strange := sorted({*problem.prompt, *problem.answer} - {*CHARACTERS}):
+            raise BadInput(
+                f"task {recipe.task!r} has characters that the small model's vocabulary lacks ({''.join(strange)!r}): "
+                "name a pretrained model"
+            )
     _no_progress_bars()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -92,7 +81,6 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
         tokenizer = char_tokenizer()
         model = initialise(recipe, tokenizer)
         _train(model, tokenizer, task, recipe, progress)
-        held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         record = {
@@ -163,41 +151,6 @@ def check_folder(path: str | Path) -> None:
         raise BadInput(f"model {str(path)!r} has no weights (*.safetensors)")
 
 
-def char_tokenizer() -> Any:
-    """One token per character of CHARACTERS, with PAD and EOS; AutoTokenizer and vLLM load it from its folder."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD)
-
-
-def initialise(recipe: Recipe, tokenizer: Any) -> Any:
-    """An untrained Qwen3 of the recipe's shape, float32, tied embeddings; the caller's random state is untouched."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_dim,
-        intermediate_size=recipe.intermediate,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        return Qwen3ForCausalLM(config)
-
-
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Clones of the full state, tied `lm_head.weight` included, detached.
 
@@ -210,41 +163,22 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: clones[value.data_ptr()] for name, value in state.items()}
 
 
-def log_probs(
-    model: nn.Module, ids: Tensor, attention_mask: Tensor | None, weights: dict[str, Tensor] | None = None
-) -> Tensor:
-    """log-probability of every next token at every position, nats.
-
-    Args:
-        ids: padded on the right. long (B, L)
-        attention_mask: 1 on real tokens; None where nothing is padded. (B, L)
-        weights: evaluate at this snapshot instead of the live weights, without gradient.
-
-    Returns:
-        float32 (B, L, V); row i predicts token i + 1.
-    """
-    device = next(model.parameters()).device
-    mask = None if attention_mask is None else attention_mask.to(device)
-    inputs = {"input_ids": ids.to(device), "attention_mask": mask, "use_cache": False}
-    with torch.no_grad() if weights is not None else nullcontext():
-        output = model(**inputs) if weights is None else torch.func.functional_call(model, weights, (), inputs)
-        return output.logits.float().log_softmax(-1)
-
-
+@torch.no_grad()
 def pass_probability(
     model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
 ) -> Tensor:
     """Probability that the policy at temperature 1 gives each problem's answer and then eos: no sampling noise. (n,)"""
-    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
-    return torch.where(mask, logp.gather(-1, answers[..., None])[..., 0], 0.0).sum(-1).exp()
+    ids, rows, wanted, mask = _answers(problems, tokenizer)
+    logp = log_probs_at(model, ids, rows, wanted[:, None], weights).cpu()
+    return torch.zeros(mask.shape).masked_scatter(mask, logp).sum(-1).exp()
 
 
-def greedy_right(
-    model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
-) -> Tensor:
+@torch.no_grad()
+def greedy_right(model: nn.Module, problems: Sequence[Problem], tokenizer) -> Tensor:
     """Whether the most likely token is right at every place of the answer and at eos. bool (n,)"""
-    logp, answers, mask = _answer_rows(model, problems, tokenizer, weights)
-    return ((logp.argmax(-1) == answers) | ~mask).all(-1)
+    ids, rows, wanted, mask = _answers(problems, tokenizer)
+    best = log_probs(model, ids, None).flatten(0, 1)[rows].argmax(-1).cpu()
+    return torch.ones(mask.shape, dtype=torch.bool).masked_scatter(mask, best == wanted).all(-1)
 
 
 @torch.no_grad()
@@ -259,18 +193,40 @@ def sample(
 ) -> Rollout:
     """`n` responses a prompt at temperature 1 from the trainer's own engine and weights: no mismatch at all.
 
-    Every token costs a pass over the whole sequence; there is no cache, which a small model does not need.
+    Every token costs a pass over the whole sequence; there is no cache, which a small model does not need. Prompts of
+    one length are drawn together.
 
     Raises:
-        BadInput: for prompts of different lengths, or none.
+        BadInput: for no prompt, or one without a token.
     """
-    if not prompt_ids or len({len(p) for p in prompt_ids}) != 1 or not prompt_ids[0]:
-        raise BadInput("prompt_ids: the trainer's own sampler needs prompts of one length, at least one token")
-    device = next(model.parameters()).device
+    if not prompt_ids or not all(prompt_ids):
+        raise BadInput("prompt_ids: no prompt, or one without a token")
     prompts = [p for p in prompt_ids for _ in range(n)]
-    ids = torch.tensor(prompts, device=device)
-    start = ids.shape[1]
-    drawn_logp = []
+    responses: list[list[int]] = [[] for _ in prompts]
+    logp: list[np.ndarray] = [np.zeros(0) for _ in prompts]
+    for length in sorted({len(p) for p in prompts}):
+        mine = [b for b, p in enumerate(prompts) if len(p) == length]
+        ids, rows = _drawn(model, [prompts[b] for b in mine], max_new_tokens, generator, eos)
+        for b, drawn, values in zip(mine, ids, rows, strict=True):
+            responses[b] = drawn[: drawn.index(eos) + 1] if eos in drawn else drawn
+            logp[b] = values[: len(responses[b])]
+    return Rollout(
+        prompt_ids=prompts,
+        response_ids=responses,
+        logp=logp,
+        logp_all=None,
+        version=version,
+        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
+        finished=np.array([r[-1] == eos for r in responses]),
+    )
+
+
+def _drawn(
+    model: nn.Module, prompts: list[list[int]], max_new_tokens: int, generator: torch.Generator, eos: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """Tokens drawn after prompts of one length, and their log-probabilities, until all have met eos. (B, T)"""
+    device = next(model.parameters()).device
+    ids, drawn_logp = torch.tensor(prompts, device=device), []
     alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
     for _ in range(max_new_tokens):
         logp = model(input_ids=ids, use_cache=False).logits[:, -1].float().log_softmax(-1)
@@ -280,30 +236,19 @@ def sample(
         alive &= token[:, 0] != eos
         if not alive.any():
             break
-    responses = [row[: row.index(eos) + 1] if eos in row else row for row in ids[:, start:].tolist()]
-    rows = torch.cat(drawn_logp, dim=1).cpu().numpy()
-    return Rollout(
-        prompt_ids=prompts,
-        response_ids=responses,
-        logp=[row[: len(r)] for row, r in zip(rows, responses, strict=True)],
-        logp_all=None,
-        version=version,
-        prompt_index=np.repeat(np.arange(len(prompt_ids)), n),
-        finished=~alive.cpu().numpy(),
-    )
+    return ids[:, len(prompts[0]) :].tolist(), torch.cat(drawn_logp, dim=1).cpu().numpy()
 
 
-@torch.no_grad()
-def _answer_rows(model, problems, tokenizer, weights) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (n, A, V) that predict answer and eos, those ids (n, A) and their mask (n, A)."""
+def _answers(problems: Sequence[Problem], tokenizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padded prompts with answers and eos (n, L), flat rows that predict those answers and their ids (N,), and where
+    they stand, bool (n, A)."""
     prompts = [tokenizer.encode(p.prompt) for p in problems]
     answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
-    ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
+    ids, _ = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
     wanted, mask = pad_ids(answers, tokenizer.pad_token_id)
-    first = torch.tensor([[len(p) - 1] for p in prompts])
-    rows = torch.clamp(first + torch.arange(wanted.shape[1]), max=ids.shape[1] - 1)
-    logp = log_probs(model, ids, attention, weights).cpu()
-    return logp[torch.arange(len(problems))[:, None], rows], wanted, mask.bool()
+    first = torch.tensor([[b * ids.shape[1] + len(p) - 1] for b, p in enumerate(prompts)])
+    mask = mask.bool()
+    return ids, (first + torch.arange(wanted.shape[1]))[mask], wanted[mask], mask
 
 
 def _train(model, tokenizer, task, recipe: Recipe, progress) -> None:

@@ -1,249 +1,239 @@
-"""Dumps of public frameworks as rows of the canonical table. The format is told from the content of a file.
+"""Dumps of public frameworks, and our own runs, as pieces of the canonical rollout table.
 
-Files are untrusted: a .pt is read with weights_only, a pickle not at all unless the user says so. Lines and files that
-cannot be read become `Refused`, and the rest is read.
+`read` finds the files of a folder, tells their formats by content and yields one `Chunk` after another. What each
+format says and does not say (checked against the frameworks' sources of August 2026):
+
+* NeMo-RL, train_data_step*.jsonl: whole padded sequences; prev_logprobs is the trainer before the update. No versions.
+* prime-rl, token_exports/step_*/rank_*.jsonl: whole sequences; the trainer while it updates. No versions; what was not
+  finite is null.
+* slime and miles, debug train data .pt: see realmodel.torch_dumps.
 """
 
-import json
 import re
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import polars as pl
 
+from sandbox import dumps, refusals
+from sandbox.dumps import JsonFormat, Numbers
 from sandbox.errors import BadInput
-from sandbox.rollouts import COLUMNS, MISSING, Refused
+from sandbox.rollouts import Chunk, Refused, Table
 
-FORMATS = ("canonical", "nemo_rl", "prime_rl", "slime", "parquet", "jsonl")
-ROWS = 512  # of a Parquet file at a time
+Nested = list[list[bool | float | None] | bool | float | None] | None  # NeMo-RL writes batches of one: [[...]]
+SUFFIXES = (".parquet", ".jsonl", ".json", ".pt", ".pth", ".pkl", ".pickle")
+# Where the log-probabilities of both engines are, in folders that also hold dumps of one: prime-rl's, slime's, ours.
+PARTS = ("token_exports", "train_data", "rollouts")
+PARQUET = b"PAR1"
+PICKLES = (b"PK\x03\x04", b"\x80")  # torch.save writes a zip; older ones, and plain pickles, start with a protocol mark
+FORMATS = ("canonical", "nemo-rl", "prime-rl", "slime", "miles")
 
-Row = dict[str, Any]
+
+class NemoRow(msgspec.Struct):
+    generation_logprobs: Nested = None
+    prev_logprobs: Nested = None
+    token_loss_mask: Nested = None
+    token_ids: Nested = None
+    advantages: list[list[float | None] | float | None] | float | None = None
+    sample_loss_mask: list[float] | float | None = None
+    input_lengths: list[int] | int | None = None
+    rewards: list[float | None] | float | None = None
+    idx: int | None = None
+
+
+class PrimeRow(msgspec.Struct):
+    inference_logprobs: Numbers = None
+    trainer_logprobs: Numbers = None
+    loss_mask: list[bool | float | None] | None = None
+    token_ids: Numbers = None
+    advantages: Numbers = None
+    entropy: Numbers = None
+    step: int | None = None
+    rank: int | None = None
+    export_sequence_idx: int | None = None
+
+
+def nemo(row: NemoRow, source: str) -> dict[str, Any]:
+    """NeMo-RL: padding cut off, the sample's mask multiplied into the tokens', the step from the file's name."""
+    names = ("generation_logprobs", "prev_logprobs", "token_loss_mask", "token_ids", "advantages")
+    q, prev, mask, ids, advantage = (_only(name, getattr(row, name)) for name in names)
+    length, sample_mask, reward = (_first(getattr(row, n)) for n in ("input_lengths", "sample_loss_mask", "rewards"))
+    if length is not None:
+        if q is not None and not 0 <= length <= len(q):
+            raise ValueError(f"input_lengths is {length} of {len(q)} tokens")
+        q, prev, mask, ids = (None if v is None else v[:length] for v in (q, prev, mask, ids))
+        advantage = advantage[:length] if isinstance(advantage, list) else advantage
+    if isinstance(advantage, list) and len(advantage) == 1:
+        advantage = advantage[0]
+    if sample_mask is not None and mask is not None and sample_mask != 1:
+        mask = [None if m is None else m * sample_mask for m in mask]
+    step = re.search(r"step(\d+)", Path(source).name)
+    return {
+        "logp_rollout": q,
+        "logp_train": prev,
+        "logp_old": prev,
+        "mask": mask,
+        "token_ids": ids,
+        "advantage": advantage,
+        "reward": reward,
+        "step": int(step[1]) if step else None,
+        "sample_id": f"{step[1]}:{row.idx}" if step and row.idx is not None else None,
+        "prompt_id": prompt(ids, mask),
+    }
+
+
+def prime(row: PrimeRow, source: str) -> dict[str, Any]:
+    """prime-rl: a null stands for a number that was not finite, which a counted token cannot have."""
+    index = row.export_sequence_idx
+    return {
+        "logp_rollout": _null_as_nan(row.inference_logprobs),
+        "logp_train": _null_as_nan(row.trainer_logprobs),
+        "mask": row.loss_mask,
+        "token_ids": row.token_ids,
+        "advantage": row.advantages,
+        "entropy": row.entropy,
+        "step": row.step,
+        "rank": row.rank,
+        "sample_id": None if index is None or row.rank is None else f"{row.step}:{row.rank}:{index}",
+        "prompt_id": prompt(row.token_ids, row.loss_mask),
+    }
+
+
+NEMO = JsonFormat("nemo-rl", frozenset({"generation_logprobs", "prev_logprobs"}), NemoRow, nemo)
+PRIME = JsonFormat("prime-rl", frozenset({"inference_logprobs", "trainer_logprobs"}), PrimeRow, prime)
+
+
+def prompt(ids: Any, mask: Any) -> str | None:
+    """A name for the tokens before the first counted one, the same for the same prompt; None where there are none."""
+    if ids is None or mask is None or len(ids) != len(mask):
+        return None
+    return dumps.digest(ids[: next((i for i, m in enumerate(mask) if m), 0)])
 
 
 def read(
-    paths: Iterable[Path], format: str | None = None, columns: dict[str, str] | None = None, trust_pickle: bool = False
-) -> Iterator[Row | Refused]:
-    """Rows of all dumps, in order.
+    paths: Iterable[Path],
+    format: str | None = None,
+    map: Mapping[str, str] | None = None,
+    lag: int | None = None,
+    trust_pickle: bool = False,
+) -> Iterator[Chunk]:
+    """The usable rows of dumps, a piece at a time, and what was left out and why.
 
     Args:
-        paths: files, or folders: of a run (its rollouts/*.parquet) or of dumps.
-        format: one of FORMATS, instead of telling it from the content.
-        columns: canonical name -> name in the file, for generic Parquet and JSON lines.
-        trust_pickle: run whatever a pickle contains.
+        paths: files, and folders: a run folder, a folder of token exports, or any folder of dump files.
+        format: one of FORMATS; None tells it from the content of each file.
+        map: canonical column -> its name in the file, for the canonical format.
+        lag: version_train - version_rollout of every row, in place of what the dumps say.
+        trust_pickle: open files of torch that could run code.
+
     Raises:
-        BadInput: a path that does not exist, an unknown format or canonical column.
+        BadInput: nothing can be read at all: no file, an unknown format or column, or every file refused.
     """
+    names = map or {}
+    dumps.check_names(names)
     if format is not None and format not in FORMATS:
         raise BadInput(f"format is {format!r}, expected one of {', '.join(FORMATS)}")
-    for name in columns or {}:
-        if name not in COLUMNS:
-            raise BadInput(f"map: {name!r} is no canonical column; they are {', '.join(COLUMNS)}")
-    files = [file for path in paths for file in _files(path)]
-    if not files:
-        raise BadInput("dump: no file to read")
-    for file in files:
+    if names and format not in (None, "canonical"):
+        raise BadInput(f"map: columns of format {format} have fixed names; --map is for other Parquet and JSON lines")
+    seen: set = set()
+    refused, rows = [], 0
+    for path in _files(paths):
         try:
-            yield from _file(file, format, columns or {}, trust_pickle)
-        except (pl.exceptions.PolarsError, OSError, ValueError, KeyError, EOFError) as error:
-            if isinstance(error, BadInput):
-                raise
-            line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            yield Refused(file.name, "unreadable", line)
+            for table in _tables(path, "canonical" if names else format, names, trust_pickle):
+                chunk = refusals.check(table, seen, lag)
+                rows += chunk.n_rows
+                yield chunk
+        except (BadInput, OSError) as error:
+            reason = "truncated_file" if isinstance(error, OSError) else getattr(error, "reason", "mixed_schema")
+            message = str(error) if isinstance(error, BadInput) else f"{path}: {error.strerror}"
+            refused.append(Refused(str(path), reason, detail=message))
+    if refused and not rows:
+        raise BadInput(refused[0].detail)
+    if refused:
+        yield Chunk(refusals.check(EMPTY, seen).rollouts, refused, 0)
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise BadInput(f"dump: {path} does not exist")
-    if path.is_file():
-        return [path]
-    if (path / "rollouts").is_dir():
-        return sorted((path / "rollouts").glob("*.parquet"))
-    return sorted(f for f in path.rglob("*") if f.suffix in (".parquet", ".jsonl", ".pt"))
+EMPTY = Table("", np.zeros(0, np.int64), {}, {}, {})
 
 
-def _file(file: Path, format: str | None, columns: dict[str, str], trust_pickle: bool) -> Iterator[Row | Refused]:
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    if not magic:
-        yield Refused(file.name, "unreadable", "the file is empty")
-    elif magic == b"PAR1":
-        yield from _parquet(file, columns)
-    elif magic[:2] == b"PK" or magic[:1] == b"\x80" or format == "slime":
-        yield from _torch(file, trust_pickle)
-    else:
-        yield from _jsonl(file, format, columns)
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.exists():
+            raise BadInput(f"{path} does not exist")
+        if not path.is_dir():
+            yield path
+            continue
+        within = next((path / part for part in PARTS if (path / part).is_dir()), path)
+        found = [file for file in within.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith(".")]
+        if not found:
+            raise BadInput(f"{path} holds no dump: no file that ends in {', '.join(SUFFIXES)}")
+        yield from sorted(found, key=_by_number)
 
 
-def _parquet(file: Path, columns: dict[str, str]) -> Iterator[Row]:
-    """Lists come as views of one numpy array per slice; nulls in them as MISSING."""
-    frame = pl.scan_parquet(file)
-    there = frame.collect_schema().names()
-    names = {name: columns.get(name, name) for name in COLUMNS if columns.get(name, name) in there}
-    for name, theirs in columns.items():
-        if theirs not in there:
-            raise BadInput(f"map: {file.name} has no column {theirs!r} for {name}")
-    frame = frame.select([pl.col(theirs).alias(name) for name, theirs in names.items()])
-    for part in frame.collect_batches(chunk_size=ROWS, maintain_order=True):
-        for start in range(0, len(part), ROWS):
-            piece = part.slice(start, ROWS)
-            lists = {name: _views(piece[name]) for name in piece.columns}
-            for values in zip(*lists.values(), strict=True):
-                yield dict(zip(lists, values, strict=True))
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """step_10 after step_9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _views(column: pl.Series) -> list:
-    dtype = column.dtype
-    inner = dtype.inner if isinstance(dtype, pl.List) else None
-    if inner is None or not (inner.is_numeric() or inner == pl.Boolean):
-        return column.to_list()
-    lengths = column.list.len()
-    flat = column.filter(lengths.fill_null(0) > 0).explode().cast(pl.Float64)
-    values = flat.fill_null(MISSING).to_numpy()
-    ends = np.cumsum(lengths.fill_null(0).to_numpy().astype(np.int64))
-    known = lengths.is_not_null().to_list()
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    return [values[a:b] if ok else None for a, b, ok in zip(starts, ends, known, strict=True)]
+def _tables(path: Path, format: str | None, names: Mapping[str, str], trust_pickle: bool) -> Iterator[Table]:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == PARQUET:
+        if format not in (None, "canonical"):
+            raise dumps.Unreadable("mixed_schema", f"{path} is Parquet, which {format} does not write")
+        return dumps.read_parquet(path, names, str(path))
+    if start.startswith(PICKLES):
+        if format not in (None, "slime", "miles"):
+            raise dumps.Unreadable("mixed_schema", f"{path} is a file of torch, which {format} does not write")
+        from realmodel import torch_dumps  # torch takes seconds to import, and only these files need it
+
+        return torch_dumps.read(path, trust_pickle)
+    return dumps.read_json(path, _json_format(path, format, names), str(path))
 
 
-def _jsonl(file: Path, format: str | None, columns: dict[str, str]) -> Iterator[Row | Refused]:
-    """One JSON object a line; NaN and Infinity are read. The keys of each line say whose it is."""
-    found = re.search(r"step_?-?(\d+)", str(file.parent.name + "/" + file.name))
-    step = int(found[1]) if found else None
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened):
-            if not line.strip():
-                continue
-            name = f"{file.name}:{number + 1}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                yield Refused(name, "unreadable", "not a line of JSON")
-                continue
-            if not isinstance(row, dict):
-                yield Refused(name, "malformed", f"{type(row).__name__}, expected a JSON object")
-                continue
-            try:
-                if columns or format == "jsonl":
-                    yield {k: v for k, v in row.items() if k in COLUMNS} | {c: row.get(k) for c, k in columns.items()}
-                elif format == "nemo_rl" or "generation_logprobs" in row:
-                    yield nemo_rl(row, step)
-                elif format == "prime_rl" or "inference_logprobs" in row:
-                    yield prime_rl(row, step)
-                else:
-                    yield row
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                yield Refused(name, "malformed", f"{error}".splitlines()[0][:200] if str(error) else "malformed")
+def _json_format(path: Path, format: str | None, names: Mapping[str, str]) -> JsonFormat:
+    known = {"canonical": dumps.canonical_json(names), "nemo-rl": NEMO, "prime-rl": PRIME}
+    if format is not None:
+        if format not in known:
+            raise dumps.Unreadable("mixed_schema", f"{path} is no file of torch, which {format} writes")
+        if names:
+            dumps.check_there(names, set().union(*dumps.first_keys(path)), str(path))
+        return known[format]
+    seen: set[str] = set()
+    for keys in dumps.first_keys(path):
+        seen |= keys
+        for layout in known.values():
+            if layout.marks & keys:
+                return layout
+    if not seen:
+        raise dumps.Unreadable("truncated_file", f"{path} is neither Parquet nor JSON lines nor a file of torch")
+    columns = ", ".join(sorted(seen)[:20])
+    raise dumps.Unreadable(
+        "mixed_schema",
+        f"{path} holds no log-probabilities under a known name; it has {columns}: say --map logp_rollout=THEIRS",
+    )
 
 
-def nemo_rl(row: Row, step: int | None) -> Row:
-    """A line of train_data_step{N}.jsonl: whole sequences, prompt and padding masked; prev_logprobs is "old"."""
-    n = row.get("input_lengths")
-    n = n[0] if isinstance(n, list) and n else n
-    n = n if isinstance(n, int) else None
-    sample = row.get("sample_loss_mask", 1)
-    sample = sample[0] if isinstance(sample, list) and sample else sample
-    mask = row.get("token_loss_mask")
-    mask = mask[:n] if isinstance(mask, list) else mask
-    old = _cut(row.get("prev_logprobs"), n)
-    return {
-        "step": step,
-        "logp_rollout": _cut(row.get("generation_logprobs"), n),
-        "logp_old": old,
-        "logp_train": old,
-        "mask": [0] * len(mask) if isinstance(mask, list) and not sample else mask,
-        "token_ids": _cut(row.get("token_ids"), n),
-        "reward": _scalar(row.get("rewards")),
-        "advantage": _scalar(row.get("advantages")),
-    }
+def _only(name: str, value: Any) -> Any:
+    """The sequence of a batch of one, [[...]], or of [...]."""
+    if not isinstance(value, list):
+        return value
+    if len(value) == 1 and isinstance(value[0], list):
+        return value[0]
+    if any(isinstance(item, list) for item in value):
+        raise ValueError(f"{name} holds {len(value)} sequences, expected one")
+    return value
 
 
-def prime_rl(row: Row, step: int | None) -> Row:
-    """A line of token_exports/step_{n}/rank_{r}.jsonl: trainer_logprobs are of the weights at that micro step."""
-    where = ("micro_step", "micro_sequence_idx", "export_sequence_idx")
-    return {
-        "step": row.get("step", step),
-        "rank": row.get("rank"),
-        "sample_id": "/".join(str(row.get(name)) for name in where) if where[-1] in row else None,
-        "logp_rollout": row.get("inference_logprobs"),
-        "logp_train": row.get("trainer_logprobs"),
-        "mask": row.get("loss_mask"),
-        "token_ids": row.get("token_ids"),
-        "advantage": row.get("advantages"),
-    }
+def _first(value: Any) -> Any:
+    if isinstance(value, list):
+        return value[0] if value else None
+    return value
 
 
-def _cut(values: Any, n: int | None) -> Any:
-    return values[:n] if isinstance(values, list) else values
-
-
-def _scalar(value: Any) -> Any:
-    """A number, or the first that is not 0 of a list (prompts carry 0)."""
-    return next((x for x in value if x), 0.0) if isinstance(value, list) else value
-
-
-def _torch(file: Path, trust_pickle: bool) -> Iterator[Row | Refused]:
-    """slime's and miles' debug train data: {"rollout_id", "rank", "samples": [...]} or columns of lists."""
-    import torch
-
-    if not zipfile.is_zipfile(file) and not trust_pickle:
-        yield Refused(
-            file.name,
-            "unreadable",
-            "a pickle, or a damaged .pt: loading a pickle runs what it contains (--trust-pickle)",
-        )
-        return
-    try:
-        data = torch.load(file, map_location="cpu", weights_only=not trust_pickle)
-    except Exception as error:  # whatever a damaged archive makes of its reader
-        why = "holds objects that only running it would load (--trust-pickle)" if "eights" in str(error) else "damaged"
-        yield Refused(file.name, "unreadable", why)
-        return
-    if not isinstance(data, dict):
-        yield Refused(file.name, "malformed", f"{type(data).__name__}, expected a dictionary")
-        return
-    samples = data.get("samples")
-    if samples is None:
-        table = data.get("rollout_data", data)
-        lists = {k: v for k, v in table.items() if isinstance(v, list | tuple)} if isinstance(table, dict) else {}
-        n = len(lists.get("rollout_log_probs", ()))
-        samples = [{k: v[i] for k, v in lists.items() if len(v) == n} for i in range(n)]
-    if not isinstance(samples, list):
-        samples = []
-    if not samples:
-        yield Refused(file.name, "malformed", "no samples with rollout_log_probs")
-    for number, sample in enumerate(samples):
-        if isinstance(sample, dict):
-            yield slime({k: _plain(v) for k, v in sample.items()}, data, number)
-        else:
-            yield Refused(f"{file.name}:{number}", "malformed", "a sample that is no dictionary")
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def slime(sample: Row, data: Row, number: int) -> Row:
-    """A sample of slime (`log_probs` is the trainer's) or miles (`train_log_probs`, `old_log_probs`)."""
-    versions = sample.get("weight_versions")
-    if isinstance(versions, list):
-        numbers = [int(v) if str(v).isdigit() else None for v in versions]
-        versions = numbers[0] if len(set(numbers)) == 1 else None  # one a segment: tokens cannot be told apart
-    old = sample.get("old_log_probs", sample.get("log_probs"))
-    tokens, n = sample.get("tokens"), sample.get("response_length")
-    return {
-        "step": data.get("rollout_id"),
-        "rank": data.get("rank"),
-        "sample_id": sample.get("index", sample.get("sample_index", number)),
-        "prompt_id": sample.get("group_index", number),
-        "logp_rollout": sample.get("rollout_log_probs"),
-        "logp_train": sample.get("train_log_probs", old),
-        "logp_old": old,
-        "mask": sample.get("loss_mask"),
-        "token_ids": tokens[-n:] if isinstance(tokens, list) and isinstance(n, int) and 0 < n <= len(tokens) else None,
-        "version_rollout": versions,
-        "reward": sample.get("reward") if isinstance(sample.get("reward"), int | float) else None,
-        "advantage": sample.get("advantages"),
-    }
+def _null_as_nan(values: list[float | None] | None) -> list[float | None] | None:
+    if values is None or None not in values:
+        return values
+    return [np.nan if value is None else value for value in values]

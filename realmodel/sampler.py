@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from realmodel import answers, exact
-from realmodel.align import Rollout
+from realmodel.align import WHOLE, Rollout
 from realmodel.exact import ExactEngine
 from realmodel.model import check_folder, one_line
 from sandbox.errors import BadInput
@@ -110,6 +110,9 @@ def start(path: str | Path, config: EngineConfig) -> Any:
         raise BadInput(f"model {str(path)!r} has no eos_token_id in its config.json: responses could not end")
     if not torch.cuda.is_available() and head_dim not in CPU_HEAD_DIMS:
         raise BadInput(f"head_dim {head_dim} cannot be served on a CPU, expected one of: {CPU_HEAD_DIMS}")
+    width = getattr(model, "moe_intermediate_size", None) or 0
+    if not torch.cuda.is_available() and width % 32:  # vLLM pads such experts when it loads them, and cannot reload
+        raise BadInput(f"moe_intermediate_size {width} cannot be synced on a CPU, expected a multiple of 32")
     offset = _offset(config, model.vocab_size).tolist()
     set_threads = torch.set_num_threads
     try:
@@ -117,28 +120,33 @@ def start(path: str | Path, config: EngineConfig) -> Any:
             warnings.simplefilter("ignore")  # deprecations inside vLLM, which its user can do nothing about
             from vllm import LLM
 
-            llm = LLM(
-                model=str(path),
-                dtype=config.dtype,
-                seed=config.seed,
-                enforce_eager=config.enforce_eager,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                kv_cache_memory_bytes=config.kv_cache_mib << 20,
-                max_logprobs=-1,
-                logprobs_mode="processed_logprobs",
-                logits_processors=["realmodel.offset:TokenOffset"] if config.offset_sd else None,
-                additional_config={"token_offset": offset} if config.offset_sd else {},
-                skip_tokenizer_init=True,  # ids in, ids out: no text is made that nobody reads
-                generation_config="vllm",  # the folder's own may set another temperature or truncate
-                use_tqdm_on_load=False,
-            )
+            llm = LLM(**arguments(path, config, offset))
     except Exception as error:  # vLLM raises whatever its parts raise
         raise BadInput(f"engine did not start from {str(path)!r}: {_root_cause(error)}") from error
     finally:
         torch.set_num_threads = set_threads  # vLLM on a CPU replaces it by a function that does nothing
     _engines.append(llm)
     return llm
+
+
+def arguments(path: str | Path, config: EngineConfig, offset: list[float] | None) -> dict[str, Any]:
+    """What vLLM is started with; `offset` as `additional_config` takes it, (V,), where there is one."""
+    return {
+        "model": str(path),
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_mib << 20,
+        "max_logprobs": -1,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": ["realmodel.offset:TokenOffset"] if config.offset_sd else None,
+        "additional_config": {"token_offset": offset} if config.offset_sd else {},
+        "skip_tokenizer_init": True,  # ids in, ids out: no text is made that nobody reads
+        "generation_config": "vllm",  # the folder's own may set another temperature or truncate
+        "use_tqdm_on_load": False,
+    }
 
 
 def _batch_invariance(wanted: bool) -> None:
@@ -170,15 +178,15 @@ def vocabulary(llm: Any) -> int:
     return llm.vocabulary if isinstance(llm, ExactEngine) else llm.model_config.get_vocab_size()
 
 
-def can_report(llm: Any, whole_vocabulary: bool) -> None:
-    """Raises BadInput where the engine cannot return the log-probabilities that a run needs."""
+def can_report(llm: Any, top: int) -> None:
+    """Raises BadInput where the engine cannot return the `top` log-probabilities (see `generate`) that a run needs."""
     if isinstance(llm, ExactEngine):
         return
     mode, most = llm.model_config.logprobs_mode, llm.model_config.max_logprobs
     if not str(mode).endswith("processed_logprobs"):
         raise BadInput(f"engine reports {mode}, and a correction needs processed_logprobs: those it drew from")
-    if whole_vocabulary and 0 <= most < vocabulary(llm):
-        size = vocabulary(llm)
+    size = vocabulary(llm) if top == WHOLE else top
+    if 0 <= most < size:
         raise BadInput(f"the correction centres the score over {size} tokens, but the engine reports at most {most}")
 
 
@@ -188,7 +196,7 @@ def generate(
     n: int,
     max_new_tokens: int,
     seed: int,
-    whole_vocabulary: bool = False,
+    top: int = 0,
     version: int = 0,
     room: int = 0,
 ) -> Rollout:
@@ -200,7 +208,7 @@ def generate(
         n: responses a prompt.
         max_new_tokens: length at which a response without eos is cut.
         seed: of the engine's random state; the caller's own is left as it was.
-        whole_vocabulary: also return the log-probability of every token at every step.
+        top: also return the log-probabilities of the likeliest `top` tokens at every step; WHOLE: of all.
         version: of the weights that the engine holds.
         room: tokens a response may still get from `extend`.
 
@@ -217,9 +225,9 @@ def generate(
             fits = f"expected 1 to {limit - new}: engine.max_model_len {limit} less {new} new ones"
             raise BadInput(f"prompt_ids[{i}] has {len(prompt)} tokens, {fits}")
     if isinstance(llm, ExactEngine):
-        return exact.generate(llm, prompt_ids, n, max_new_tokens, seed, whole_vocabulary, version, room)
-    requests = ask(llm, prompt_ids, n, max_new_tokens, seed, whole_vocabulary)
-    return answers.rollout(requests, prompt_ids, n, vocabulary(llm), eos_ids(llm), whole_vocabulary, version)
+        return exact.generate(llm, prompt_ids, n, max_new_tokens, seed, top, version, room)
+    requests = ask(llm, prompt_ids, n, max_new_tokens, seed, top)
+    return answers.rollout(requests, prompt_ids, n, vocabulary(llm), eos_ids(llm), top, version)
 
 
 def fresh(llm: Any, prompt_ids: list[list[int]], max_new_tokens: int, seed: int) -> tuple[Rollout, int]:
@@ -241,26 +249,25 @@ def extend(llm: Any, rollout: Rollout, max_new_tokens: int, seed: int, version: 
     if not len(unfinished):
         return rollout
     prompts = [rollout.prompt_ids[b] + rollout.response_ids[b] for b in unfinished]
-    more = generate(llm, prompts, 1, max_new_tokens, seed, rollout.logp_all is not None, version)
+    more = generate(llm, prompts, 1, max_new_tokens, seed, rollout.top, version)
     responses, logp, versions = list(rollout.response_ids), list(rollout.logp), list(rollout.versions())
-    everything = None if rollout.logp_all is None else list(rollout.logp_all)
+    tables = {name: list(getattr(rollout, name) or ()) for name in ("logp_all", "top_ids")}
     finished = rollout.finished.copy()
     for i, b in enumerate(unfinished):
         responses[b] = responses[b] + more.response_ids[i]
         logp[b] = np.concatenate([logp[b], more.logp[i]])
         versions[b] = np.concatenate([versions[b], more.versions()[i]])
         finished[b] = more.finished[i]
-        if everything is not None and more.logp_all is not None:
-            everything[b] = np.concatenate([everything[b], more.logp_all[i]])
+        for name, rows in tables.items():
+            if rows:
+                rows[b] = np.concatenate([rows[b], getattr(more, name)[i]])
     return replace(
-        rollout, response_ids=responses, logp=logp, logp_all=everything, version=version, finished=finished,
-        token_versions=versions,
+        rollout, response_ids=responses, logp=logp, version=version, finished=finished, token_versions=versions,
+        **{name: rows or None for name, rows in tables.items()},
     )  # fmt: skip
 
 
-def ask(
-    llm: Any, prompt_ids: list[list[int]], n: int, max_new_tokens: int, seed: int, whole_vocabulary: bool = False
-) -> list:
+def ask(llm: Any, prompt_ids: list[list[int]], n: int, max_new_tokens: int, seed: int, top: int = 0) -> list:
     """vLLM's own answer, one request a prompt; BadInput where it dies."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -270,7 +277,7 @@ def ask(
         n=n,
         temperature=1.0,
         max_tokens=max_new_tokens,
-        logprobs=-1 if whole_vocabulary else 0,
+        logprobs=top,
         flat_logprobs=True,  # lists, not a dictionary a token: the whole vocabulary costs a quarter as much
         detokenize=False,
         stop_token_ids=sorted(eos_ids(llm)),

@@ -29,10 +29,20 @@ def carry_out(start: RunConfig, runs: Mapping[str, RunConfig], folder: Path, pro
     """Do the start and every run, each in `folder`/its name; finished ones are left as they are, begun ones go on.
 
     Args:
-        start, runs: of the same model; the start by an engine of its own.
+        start: by an engine of its own; runs of another model have a start of that model, by the same settings.
+        runs: by name.
         folder: of the study.
     """
-    path = policy.build(policy.Recipe()) if start.model == "small" else Path(start.model)
+    for model in dict.fromkeys([start.model, *(config.model for config in runs.values())]):
+        mine = {name: config for name, config in runs.items() if config.model == model}
+        name = START if model == start.model else f"{START}-{model.replace('/', '-')}"
+        _carry_out(replace(start, model=model), name, mine, folder, progress)
+
+
+def _carry_out(
+    start: RunConfig, start_name: str, runs: Mapping[str, RunConfig], folder: Path, progress: Progress
+) -> None:
+    path = policy.resolve(start.model, start.task)
     pupil, engines = learner(path, start), {}
 
     def go(name: str, config: RunConfig) -> None:
@@ -45,8 +55,8 @@ def carry_out(start: RunConfig, runs: Mapping[str, RunConfig], folder: Path, pro
         begun = (folder / name / "run.json").exists()
         train(config, engines[config.engine], pupil, folder / name, lambda row: progress(name, 1), resume=begun)
 
-    go(START, start)
-    at_start = final(folder / START)
+    go(start_name, start)
+    at_start = final(folder / start_name)
     for name, config in runs.items():
         pupil.restore(at_start)
         go(name, config)

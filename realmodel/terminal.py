@@ -83,8 +83,8 @@ def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequenc
     for title, rows in tables.items():
         rows = report.aligned(rows)
         table = Table(title=title, title_justify="left")
-        for name in rows[0]:
-            table.add_column(name.replace("_", " "), justify="left" if name == "run" else "right")
+        for name, value in rows[0].items():
+            table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
         for row in rows:
             table.add_row(*map(report.cell, row.values()))
         console.print(table)

@@ -12,7 +12,9 @@ step with the same random streams (checkpoint.py).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from torch import Tensor, nn
 
 from realmodel import model as policy
 from realmodel import record, sampler, tasks, underway
-from realmodel.align import Rollout, pad, to_batch
+from realmodel.align import Rollout, pad, part, to_batch, trainers, wanted
+from realmodel.logprobs import log_probs_at, pieces
 from realmodel.settings import Learner, RunConfig, learner
-from realmodel.underway import Synced
+from realmodel.underway import Probe, Run
 from sandbox import config as configs
 from sandbox import losses, results
 from sandbox.batch import Batch
+from sandbox.corrections import Corrected
 from sandbox.errors import BadInput
 
 __all__ = ["Learner", "RunConfig", "evaluate", "learner", "normalised", "probe_lag", "train"]
@@ -68,17 +72,19 @@ def train(
             sampled = time.perf_counter()
             rewards = _rewards(learner, problems, rollout, step)
             advantage = normalised(rewards, rollout.prompt_index)
-            batch = evaluate(learner, rollout, step, run.snapshots, advantage, config.correction.centres)
+            with torch.no_grad() if config.micro_batch else nullcontext():
+                batch = evaluate(learner, rollout, step, run.snapshots, advantage, config.correction.centres)
             corrected = config.correction(batch)
-            loss = losses.reinforce(batch, corrected, config.denominator)
-            row = {"step": step, "loss": float(loss.detach())}
+            row = {"step": step, "loss": 0.0}
             row |= record.measured(batch, rollout, rewards, corrected.keep)
-            row |= _state(learner, run.at_sync, held_out, step)
+            row |= _state(learner, run, held_out, step)
             record.write_rollouts(folder, step, batch, rollout, rewards)
             updating = time.perf_counter()
             # where every token is rejected there is no gradient, and AdamW's momentum must not move the weights alone
             row["skipped"] = not bool((batch.mask & corrected.keep).any())
-            row["gradient_norm"] = 0.0 if row["skipped"] else _update(config, learner, loss, step)
+            row["gradient_norm"] = 0.0
+            if not row["skipped"]:
+                row["loss"], row["gradient_norm"] = update(config, learner, rollout, batch, corrected, step)
             row["synced"] = config.resync(
                 step + 1 - run.at_sync.version, row["batch_ess"], row["batch_ess_se"], row["kl_sampler_train_k3"]
             )
@@ -92,7 +98,7 @@ def train(
                 underway.save(folder, learner, run, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it
-        last = {"step": config.steps, "synced": False} | _state(learner, run.at_sync, held_out, config.steps)
+        last = {"step": config.steps, "synced": False} | _state(learner, run, held_out, config.steps)
         steps = pl.DataFrame([*run.rows, last], infer_schema_length=None)
         results.write_table(folder / "steps.parquet", steps)
         outcome |= {name: sum(row[key] for row in run.rows) for name, key in COUNTED.items()}
@@ -125,37 +131,35 @@ def evaluate(
         snapshots: weights by version, of every one that drew a token but for `version` itself.
     """
     ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
-    pi = policy.log_probs(learner.model, ids, None)
+    rows, columns = asked(learner, rollout, ids, centre)
+    pi = log_probs_at(learner.model, ids, rows, columns)
+    drew, mu = torch.from_numpy(np.concatenate(rollout.versions())), pi.detach()
+    for other in torch.unique(drew[drew != version]).tolist():
+        there = drew == other
+        old = log_probs_at(learner.model, ids, rows[there], columns[there], snapshots[other])
+        mu = mu.clone().index_put((there.to(mu.device),), old)
+    return to_batch(rollout, ids, advantage, pi, version, mu, centre)
 
-    def at(drew: int) -> Tensor:
-        return pi.detach() if drew == version else policy.log_probs(learner.model, ids, None, weights=snapshots[drew])
 
-    if rollout.token_versions is None:
-        return to_batch(rollout, ids, advantage, pi, version, sync_all=at(rollout.version), centre=centre)
-    rows = torch.full(ids.shape, int(rollout.token_versions[0][0]))
-    for b, row in enumerate(rollout.token_versions):
-        rows[b, len(rollout.prompt_ids[b]) - 1 :][: len(row)] = torch.as_tensor(row)
-    first, *others = torch.unique(rows).tolist()
-    mu = at(first)
-    for other in others:
-        mu = torch.where((rows == other).to(mu.device)[..., None], at(other), mu)
-    return to_batch(rollout, ids, advantage, pi, version, sync_all=mu, centre=centre)
+def asked(learner: Learner, rollout: Rollout, ids: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
+    """`align.wanted` of a padded rollout, for the learner's vocabulary."""
+    model: Any = learner.model
+    return wanted(rollout, ids.shape[1], model.get_input_embeddings().num_embeddings, centre)
 
 
 @torch.no_grad()
-def probe_lag(learner: Learner, at_sync: Synced, version: int) -> dict[str, float]:
-    """`record.lag_on_probe` of the live weights; nothing where there is no probe."""
-    if at_sync.probe is None:
+def probe_lag(learner: Learner, probe: Probe | None, version: int) -> dict[str, float]:
+    """`record.lag_on_probe` of the live weights, and who drew the probe; nothing where there is none."""
+    if probe is None:
         return {}
-    rollout = at_sync.probe
-    ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
-    pi = policy.log_probs(learner.model, ids, None)
-    batch = to_batch(rollout, ids, np.zeros(len(ids)), pi, version, sync_all=at_sync.probe_mu)
-    return record.lag_on_probe(batch, rollout.prompt_index)
+    ids, _ = pad(probe.rollout, learner.tokenizer.pad_token_id)
+    pi = log_probs_at(learner.model, ids, *asked(learner, probe.rollout, ids))
+    batch = to_batch(probe.rollout, ids, np.zeros(len(ids)), pi, version, probe.mu)
+    return {"probe_version": probe.version} | record.lag_on_probe(batch, probe.rollout.prompt_index)
 
 
 def _check(config: RunConfig, llm: Any, learner: Learner) -> None:
-    sampler.can_report(llm, config.correction.centres)
+    sampler.can_report(llm, underway.top(config))
     model: Any = learner.model
     rows = model.get_input_embeddings().num_embeddings
     if sampler.vocabulary(llm) != rows:
@@ -177,29 +181,64 @@ def _rewards(learner: Learner, problems: list[tasks.Problem], rollout: Rollout, 
 
 
 def _reward(learner: Learner, problem: tasks.Problem, response_ids: list[int]) -> float:
-    return tasks.reward(response_ids, learner.tokenizer.encode(problem.answer), learner.tokenizer.eos_token_id)
+    return problem.reward(response_ids, learner.tokenizer)
 
 
-def _state(learner: Learner, at_sync: Synced, held_out: list[tasks.Problem], version: int) -> dict:
+def _state(learner: Learner, run: Run, held_out: list[tasks.Problem], version: int) -> dict:
     return {
         "version_train": version,
-        "version_rollout": at_sync.version,
-        "steps_since_sync": version - at_sync.version,
-        "sync_max_difference": at_sync.max_difference,
+        "version_rollout": run.at_sync.version,
+        "steps_since_sync": version - run.at_sync.version,
+        "sync_max_difference": run.at_sync.max_difference,
         "pass_probability": policy.pass_probability(learner.model, held_out, learner.tokenizer).tolist(),
-        **probe_lag(learner, at_sync, version),
+        **probe_lag(learner, run.probe, version),
     }
 
 
-def _update(config: RunConfig, learner: Learner, loss: Tensor, step: int) -> float:
-    if not torch.isfinite(loss):
-        raise BadInput(f"loss is {float(loss.detach())} at step {step}; the steps before it are in the run folder")
+def update(
+    config: RunConfig, learner: Learner, rollout: Rollout, batch: Batch, corrected: Corrected, step: int
+) -> tuple[float, float]:
+    """One step of AdamW. Returns the loss and the norm of its gradient before clipping.
+
+    With micro-batches the batch has no gradient: each piece is evaluated again, and its loss divided by the count of
+    the whole batch.
+
+    Raises:
+        BadInput: a loss or a gradient that is not finite; the weights are as they were.
+    """
+    learner.optimizer.zero_grad()
+    if config.micro_batch:
+        loss = sum(_backward_pieces(config, learner, rollout, batch, corrected))
+    else:
+        whole: Any = losses.reinforce(batch, corrected, config.denominator)
+        whole.backward()
+        loss = float(whole.detach())
+    if not np.isfinite(loss):
+        raise BadInput(f"loss is {loss} at step {step}; the steps before it are in the run folder")
     for group in learner.optimizer.param_groups:
         group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup, 1))
-    learner.optimizer.zero_grad()
-    loss.backward()
     norm = nn.utils.clip_grad_norm_(learner.model.parameters(), config.max_grad_norm)
     if not torch.isfinite(norm):
         raise BadInput(f"gradient norm is {float(norm)} at step {step}; the steps before it are in the run folder")
     learner.optimizer.step()
-    return float(norm)
+    return loss, float(norm)
+
+
+def _backward_pieces(
+    config: RunConfig, learner: Learner, rollout: Rollout, batch: Batch, corrected: Corrected
+) -> Iterator[float]:
+    """Adds up the gradient, micro-batch by micro-batch, and yields the loss of each."""
+    ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
+    centre = config.correction.centres
+    count = float(losses.total(batch, batch.mask & corrected.keep, config.denominator, batch.logp_train))
+    for piece in pieces(len(ids), config.micro_batch):
+        mine = batch.rows(piece)
+        pi = log_probs_at(learner.model, ids[piece], *asked(learner, part(rollout, piece), ids[piece], centre))
+        here = Corrected(
+            corrected.weight[piece],
+            corrected.keep[piece],
+            corrected.centre[piece] if centre else 0.0,  # type: ignore[index]
+        )
+        loss: Any = losses.reinforce(replace(mine, **trainers(pi, mine.mask, centre)), here, count)
+        loss.backward()
+        yield float(loss.detach())

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from realmodel import checkpoint, sampler, sync, tasks
 from realmodel import model as policy
-from realmodel.align import Rollout, pad
+from realmodel.align import WHOLE, Rollout, pad, wanted
 from realmodel.checkpoint import Checkpoint
+from realmodel.logprobs import log_probs_at
 from realmodel.settings import Learner, RunConfig
 from sandbox.errors import BadInput
 
@@ -22,12 +23,19 @@ VERIFIED = 8  # responses compared after every sync
 
 @dataclass(frozen=True)
 class Synced:
-    """The sampler since its last sync: the version it holds, and the probe it drew."""
+    """The sampler since its last sync: the version it holds."""
 
     version: int
     max_difference: float
-    probe: Rollout | None
-    probe_mu: Tensor | None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Responses on which the lag is measured, the version that drew them, and log mu of their tokens. (N, 1)"""
+
+    version: int
+    rollout: Rollout
+    mu: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,13 @@ class Run:
     snapshots: dict[int, dict[str, Tensor]]
     at_sync: Synced
     rows: list[dict]
+    probe: Probe | None = None
 
 
 def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
     """A run at its start, or where its last checkpoint left it, with the engine and the learner at that point."""
     saved = checkpoint.load(folder)
-    synced = Synced(0, 0.0, None, None)
+    synced = Synced(0, 0.0)
     if saved is None:
         run = Run(0, np.random.default_rng([config.seed, 0]), 0, [], {}, synced, [])
         sync_now(config, llm, learner, run, version=0)
@@ -71,8 +80,9 @@ def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
     for rollout in saved.queue:
         run.queue.append(replace(_draft(config, run), rollout=rollout))
     # the probe is not kept: the same seed and weights draw the same one
-    learner.model.load_state_dict(saved.snapshots[saved.version])
-    sync_now(config, llm, learner, run, saved.version)
+    for version in sorted({0 if config.probe_kept else saved.version, saved.version}):
+        learner.model.load_state_dict(saved.snapshots[version])
+        sync_now(config, llm, learner, run, version)
     learner.restore(saved.learner)
     return run
 
@@ -94,16 +104,23 @@ def sync_now(config: RunConfig, llm: Any, learner: Learner, run: Run, version: i
     prompts = [learner.tokenizer.encode(p.prompt) for p in problems[:VERIFIED]]
     verification = sync.verify(llm, learner.model, prompts)
     used = {int(v) for draft in run.queue if draft.rollout for row in draft.rollout.versions() for v in np.unique(row)}
+    if config.probe_kept and run.probe:
+        used.add(run.probe.version)
     run.snapshots = {v: w for v, w in run.snapshots.items() if v in used}
     run.snapshots[version] = policy.snapshot(learner.model)
-    run.at_sync = Synced(version, verification.max_difference, None, None)
-    if config.probe:
+    run.at_sync = Synced(version, verification.max_difference)
+    if config.probe and not (config.probe_kept and run.probe):
         seed = _seed(config, 2, version)
         probe = _draw(config, llm, learner, Draft(0, problems[: config.probe], ""), 1, seed, version, None)
         ids, _ = pad(probe, learner.tokenizer.pad_token_id)
         with torch.no_grad():
-            mu = policy.log_probs(learner.model, ids, None)
-        run.at_sync = replace(run.at_sync, probe=probe, probe_mu=mu)
+            mu = log_probs_at(learner.model, ids, *wanted(probe, ids.shape[1], 0, centre=False))
+        run.probe = Probe(version, probe, mu)
+
+
+def top(config: RunConfig) -> int:
+    """The log-probabilities that the correction needs of the sampler, besides the drawn token's."""
+    return (config.centre_top or WHOLE) if config.correction.centres else 0
 
 
 def _draft(config: RunConfig, run: Run) -> Draft:
@@ -140,7 +157,7 @@ def _draw(
 ) -> Rollout:
     """`some` more tokens of every unfinished response of a batch; None: all that it may have."""
     encode = learner.tokenizer.encode
-    longest = 1 + max(len(encode(p.answer)) for p in draft.problems)
+    longest = tasks.get(config.task).max_new_tokens or 1 + max(len(encode(p.answer)) for p in draft.problems)
     begun = 0 if draft.rollout is None else max(map(len, draft.rollout.response_ids))
     new = longest - begun if some is None else min(some, longest - begun)
     if draft.rollout is not None:
@@ -151,7 +168,7 @@ def _draw(
         n,
         max_new_tokens=new,
         seed=seed,
-        whole_vocabulary=config.correction.centres and n > 1,
+        top=top(config) if n > 1 else 0,
         version=version,
         room=longest - new,
     )

@@ -30,6 +30,8 @@ class Study:
         seeds: of each kind of run, >= 2.
         start: on-policy updates before every run. steps: updates of each run.
         offset_sd: nats; of the constant discrepancy injected into the engine, for claims C9 and C11.
+        fast_rate: learning rate at which the ESS of token TIS falls below 1/2 within the updates, for C5 and C7.
+        mixture: model of a mixture of experts, for C8, all evidence for which is on those; "" for none.
         base: all other settings.
     """
 
@@ -37,6 +39,8 @@ class Study:
     start: int = 20
     steps: int = 40
     offset_sd: float = 0.3
+    fast_rate: float = 4e-4
+    mixture: str = "small-moe"
     base: RunConfig = field(
         default_factory=lambda: RunConfig(held_out=256, checkpoint_every=10, engine=EngineConfig(dtype="bfloat16"))
     )
@@ -61,20 +65,29 @@ def planned(asked: Study) -> dict[str, RunConfig]:
         "stale-none": (none, never, engine),
         "stale-tis": (tis, never, engine),
         "dlc": (dlc, rule, engine),
-        "tis-ess": (tis, rule, engine),
-        "tis-kl": (tis, KlAbove(KL_ALARM), engine),
         "stale-cis": (CORRECTIONS["cis"], never, engine),
         "stale-raised": (RAISED, never, engine),
         "off-none": (none, fresh, off),
         "off-tis": (tis, fresh, off),
         "off-dlc": (dlc, fresh, off),
+        "fast-on-policy": (none, fresh, engine),
+        "fast-tis": (tis, never, engine),
+        "fast-tis-ess": (tis, rule, engine),
+        "fast-tis-kl": (tis, KlAbove(KL_ALARM), engine),
     }
+    if asked.mixture:
+        rules = {"none": none, "cis": CORRECTIONS["cis"], "raised": RAISED}
+        for name, rule in rules.items():
+            kinds[f"mixture-{name}"] = (rule, never, engine)
     runs = {}
     for seed in range(1, asked.seeds + 1):
         for kind, (correction, resync, engine) in kinds.items():
             probe = 0 if resync == fresh else asked.base.probe
-            config = replace(asked.base, seed=seed, steps=asked.steps, probe=probe)
-            runs[f"{kind}-{seed}"] = replace(config, correction=correction, resync=resync, engine=engine)
+            rate = asked.fast_rate if kind.startswith("fast") else asked.base.learning_rate
+            config = replace(asked.base, seed=seed, steps=asked.steps, probe=probe, learning_rate=rate)
+            model = asked.mixture if kind.startswith("mixture") else asked.base.model
+            changed = {"correction": correction, "resync": resync, "engine": engine, "model": model}
+            runs[f"{kind}-{seed}"] = replace(config, **changed)  # type: ignore[arg-type]
     return runs
 
 
@@ -97,16 +110,16 @@ class Evidence:
     def rates(self, kind: str) -> list[np.ndarray]:
         return [compare.pass_rates(steps) for steps in self.steps[kind]]
 
-    def lost(self, kind: str) -> np.ndarray:
+    def lost(self, kind: str, against: str = "on-policy") -> np.ndarray:
         """Pass rate below the mean of the on-policy runs at the end, by seed."""
-        mean = np.mean([rates[-1].mean() for rates in self.rates("on-policy")])
+        mean = np.mean([rates[-1].mean() for rates in self.rates(against)])
         return np.array([mean - rates[-1].mean() for rates in self.rates(kind)])
 
-    def failures(self, kind: str) -> np.ndarray:
-        return np.array([failure_step(rates, self.rates("on-policy")) for rates in self.rates(kind)])
+    def failures(self, kind: str, against: str = "on-policy") -> np.ndarray:
+        return np.array([failure_step(rates, self.rates(against)) for rates in self.rates(kind)])
 
     def ess_steps(self, kind: str) -> np.ndarray:
-        return np.array([compare.observed_ess_step(compare.first_sync(steps)).step for steps in self.steps[kind]])
+        return np.array([compare.observed_ess_step(compare.first_probe(steps)).step for steps in self.steps[kind]])
 
 
 def evidence(asked: Study, folder: Path) -> Evidence:
@@ -120,7 +133,7 @@ def evidence(asked: Study, folder: Path) -> Evidence:
     for name in names:
         by_kind.setdefault(name.rsplit("-", 1)[0], []).append(steps[name])
         folders.setdefault(name.rsplit("-", 1)[0], []).append(folder / name)
-    pupil = learner(policy.build(policy.Recipe()) if asked.base.model == "small" else asked.base.model, asked.base)
+    pupil = learner(policy.resolve(asked.base.model, asked.base.task), asked.base)
     kinds = ("on-policy", "dlc", "stale-none", "stale-tis")
     weights = {kind: [study.final(run)["model"] for run in folders[kind]] for kind in kinds}
     responses = compare.held_out_responses(pupil, asked.base.task, weights["on-policy"][0])

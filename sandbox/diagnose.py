@@ -1,288 +1,205 @@
-"""What is wrong with a run: semantics first, then numerics against lag, then judgement, then one verdict.
+"""`mismatch diagnose`: what a dump of rollouts says of its run, as one dict; semantics first, then statistics.
 
-`diagnose(rollouts)` gives what `mismatch diagnose --json` prints. Log ratios are trainer minus sampler, in nats: d (the
-discrepancy), g (the lag), t = d + g. Weights are raw unless a name says otherwise; "sequence" is the product.
+verdict, by precedence: semantics, hidden_staleness, not_identifiable, prediction_failed, healthy, then lag or numerics.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-from scipy import stats
+from sandbox import attribution, drift, judgement, ranking, semantics
+from sandbox.errors import BadInput
+from sandbox.evidence import SAMPLE_TOKENS, Evidence, Finding, collect, reference
+from sandbox.rollouts import Chunk
 
-from sandbox import judgement, ratios, semantics
-from sandbox.rollouts import Rollouts, need
-from sandbox.semantics import Finding
+HEALTHY_K3 = 5e-4
+UNITS = {
+    "discrepancy": "mean of (log mu - log q)^2 over tokens, nats^2",
+    "lag": "mean of (log pi - log mu)^2 over tokens, nats^2",
+    "total": "mean of (log pi - log q)^2 over tokens, nats^2",
+    "cross_term": "2 mean of (log mu - log q)(log pi - log mu), nats^2: total = discrepancy + lag + cross_term",
+    "ess": "fraction of n; weights raw (truncated: where it says so), trainer over sampler, product over a response",
+    "kl_sampler_train": "nats per token, KL(q || pi) from tokens drawn by q, mean over tokens",
+}
 
-HEALTHY_K3 = 5e-4  # nats a token
-HEALTHY_ESS = 0.9
-CLIP = 0.2  # half-width of the usual clip band
-RESET = 0.5  # a fall of mean d^2 to below this share of the step before is a reset
 
+def diagnose(chunks: Iterable[Chunk], sample_tokens: int = SAMPLE_TOKENS) -> dict[str, Any]:
+    """Everything that `mismatch diagnose --json` prints, see DESIGN; nan where a number is not identifiable.
 
-def diagnose(rollouts: Rollouts) -> dict[str, Any]:
-    """Verdict, findings with evidence, and the numbers behind them; keys as in the documentation of the command.
-
+    Args:
+        chunks: of `readers.read`, or of `refusals.check`.
+        sample_tokens: how many tokens are kept for what sums cannot say.
     Raises:
-        BadInput: no row can be analysed.
+        BadInput: not one response can be used.
     """
-    need(rollouts)
-    base, known, lag = reference(rollouts)
-    mask = rollouts.mask
-    findings = semantics.check(rollouts, base, known)
-    t = np.where(mask, rollouts.logp_train - rollouts.logp_rollout, 0.0)
-    d = np.where(mask & known, base - rollouts.logp_rollout, 0.0)
-    g = np.where(mask & known, t - d, 0.0)
-    split = decompose(t, d, g, mask, known, lag)
-    findings += staleness(rollouts, d, mask & known, lag)
-    if split["identifiable"]:
-        findings += constancy(rollouts, d, mask & known)
-    findings += judgement.warnings(rollouts, t, d, mask & known)
-    ess = judgement.both_ess(rollouts, t)
-    steps = judgement.by_step(rollouts, t, d, g, known)
-    if failed := judgement.prediction_failed(steps):
-        findings.append(failed)
-    with np.errstate(over="ignore", invalid="ignore"):
-        k = {name: float(ratios.ESTIMATORS[name](t[mask]).mean()) for name in ("k1", "k2", "k3")}
-    outcome = {
-        "verdict": "",
-        "findings": [vars(f) for f in findings],
-        "refused": [{"sample_id": r.sample_id, "reason": r.reason, "tokens": r.tokens} for r in rollouts.refused],
-        "n_responses": rollouts.n,
-        "n_tokens": int(mask.sum()),
-        **split,
-        "ess": ess,
-        "kl_sampler_train": k,
-        "lag_versions": lag_summary(rollouts, lag),
+    return outcome(collect(chunks, sample_tokens))
+
+
+def outcome(evidence: Evidence) -> dict[str, Any]:
+    if not evidence.n_rows:
+        raise BadInput("the dump holds no row")
+    recomputed = semantics.recomputed_old(evidence)
+    resynced = recomputed is None or recomputed.evidence["column"] != "logp_sync"
+    ref = reference(evidence, resynced)
+    split = attribution.split(evidence, resynced)
+    staleness, of_versions = attribution.versions(evidence)
+    budget, clip = attribution.clip_budget(ref)
+    findings = [*semantics.findings(evidence, ref), *of_versions]
+    profile: dict = {}
+    if not any(
+        f.severity == "error" and f.code in ("shift", "retokenised", "temperature", "truncated_support")
+        for f in findings
+    ):
+        profile, drifting = drift.drift(evidence, ref)
+        findings += [*drifting, *(f for f in (attribution.mixture_tail(ref), clip) if f is not None)]
+    sizes = judgement.ess(evidence, resynced)
+    steps = judgement.by_step(evidence, resynced)
+    failed = judgement.prediction_failed(steps)
+    findings += [*judgement.alarms(evidence, sizes), *([failed] if failed else [])]
+    findings += [f for f in (_discarded(evidence), _zeros(evidence)) if f is not None]
+    r = evidence.responses
+    alive = float(r["n"].sum() - r["zeros"].sum())
+    kl = {"k1": float(r["k1"].sum()), "k2": float(r["tt"].sum()) / 2, "k3": float(r["k3"].sum())}
+    kl = {name: value / alive if alive else math.nan for name, value in kl.items()}
+    verdict = _verdict(findings, split, kl["k3"], sizes["sequence"]["raw"], evidence)
+    prediction = judgement.collapse_prediction(evidence, resynced)
+    ranked = ranking.rank_corrections(evidence, resynced) if verdict != "semantics" else []
+    levels = judgement.reference_levels(ref)
+    return {
+        "verdict": verdict,
+        "findings": [f.__dict__ for f in findings],
+        "refused": [
+            {"sample_id": one.sample_id, "reason": one.reason, "tokens": one.tokens, "whole": one.whole}
+            | ({"detail": one.detail} if one.detail else {})
+            for one in evidence.refused
+        ],
+        "n_rows": evidence.n_rows,
+        "n_responses": len(r["n"]),
+        "n_tokens": evidence.n_tokens,
+        "discrepancy": split.discrepancy,
+        "lag": split.lag,
+        "total": split.total,
+        "cross_term": split.cross_term,
+        "lag_share": split.lag_share,
+        "identified_by": split.method,
+        "n_tokens_split": split.n_tokens,
+        "by_lag": attribution.lag_table(evidence, split.discrepancy),
+        "staleness": staleness,
+        "clip_budget": budget,
+        "constancy": profile,
+        "ess": sizes,
+        "kl_sampler_train": kl,
         "by_step": steps,
-        "collapse_prediction": judgement.collapse_prediction(rollouts, g, known, lag),
-        "reference_level": judgement.reference_level(k["k3"]),
-    }
-    outcome["verdict"] = verdict(findings, outcome)
-    outcome["corrections"] = judgement.ranked(rollouts, t)
-    outcome["advice"] = judgement.advice(outcome)
-    return outcome
-
-
-def reference(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log mu (log pi where unknown), the tokens where it is known, and their lag in versions (nan: unknown). (N,)
-
-    Known are tokens with `logp_sync`, and tokens of lag 0, where log pi is log mu. A `logp_sync` that equals log pi at
-    every token of lag > 0 was computed at the current weights and is no log mu.
-    """
-    lag = semantics.lags(rollouts)
-    base, known = rollouts.logp_train, rollouts.mask & (lag == 0)
-    sync = rollouts.logp_sync
-    if sync is not None:
-        fresh = rollouts.mask & np.isfinite(sync)
-        stale = fresh & (lag > 0)
-        if stale.any() and np.array_equal(sync[stale], rollouts.logp_train[stale]):
-            fresh &= ~stale
-        base, known = np.where(fresh, sync, base), known | fresh
-    return base, known, lag
-
-
-def decompose(t, d, g, mask, known, lag) -> dict[str, Any]:
-    """Mean squares per token, nats^2. Without log mu everywhere: the intercept at lag 0, if there are such tokens."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.square(t[mask]).mean())
-        if known[mask].all():
-            dd, gg = float(np.square(d[mask]).mean()), float(np.square(g[mask]).mean())
-            cross, how = float(2 * (d * g)[mask].mean()), "log-probs of the trainer at the sampler's weights"
-        elif known[mask].any() and np.isfinite(lag[mask]).all():
-            dd = float(np.square(d[mask & known]).mean())
-            gg, cross, how = max(total - dd, 0.0), math.nan, "intercept at lag 0; the cross term is in the lag"
-        else:
-            dd = gg = cross = math.nan
-            how = "not identifiable: neither logp_sync nor tokens of lag 0"
-    share = gg / (dd + gg) if dd + gg > 0 else math.nan
-    by_lag = []
-    for value in np.unique(lag[mask & np.isfinite(lag)])[:64]:
-        here = mask & (lag == value)
-        square = float(np.square(t[here]).mean())
-        part = max(1 - dd / square, 0.0) if square > 0 else 0.0
-        by_lag.append({"lag": value, "n_tokens": int(here.sum()), "total": square, "lag_share": part})
-    return {
-        "identifiable": not math.isnan(dd),
-        "split_from": how,
-        "discrepancy": dd,
-        "lag": gg,
-        "total": total,
-        "cross_term": cross,
-        "lag_share": share,
-        "by_lag": by_lag,
+        "collapse_prediction": prediction,
+        "corrections": ranked,
+        "reference_levels": levels,
+        "advice": advice(verdict, findings, split, prediction, ranked, levels, sizes),
+        "units": UNITS,
     }
 
 
-def lag_summary(rollouts: Rollouts, lag: np.ndarray) -> dict[str, Any]:
-    """Versions from generation to consumption, over tokens whose stamp is known; coverage says how many those are."""
-    x = lag[rollouts.mask]
-    known = x[np.isfinite(x)]
-    return {
-        "mean": float(known.mean()) if len(known) else math.nan,
-        "max": float(known.max()) if len(known) else math.nan,
-        "coverage": len(known) / len(x),
-        "n_tokens": len(x),
-    }
-
-
-def staleness(rollouts: Rollouts, d: np.ndarray, known: np.ndarray, lag: np.ndarray) -> list[Finding]:
-    """Missing and mixed versions, and drift at a declared lag of 0 that resets."""
-    findings = []
-    mask = rollouts.mask
-    stamped = np.isfinite(lag[mask])
-    if stamped.any() and not stamped.all():
-        findings.append(
-            Finding(
-                "missing_version",
-                "warning",
-                "some tokens have no version: they are left out of the lag, never taken for lag 0",
-                {"coverage": float(stamped.mean()), "n_tokens": int(mask.sum())},
-            )
-        )
-    stamps = mask & np.isfinite(rollouts.version_rollout)
-    version, row = rollouts.version_rollout[stamps], rollouts.row[stamps]
-    change = (row[1:] == row[:-1]) & (version[1:] != version[:-1])
-    if change.any():
-        evidence = {"rows": len(np.unique(row[1:][change])), "of": rollouts.n}
-        what = "responses were continued across a sync: read the lag token by token, the ratio of a response mixes them"
-        findings.append(Finding("mixed_versions", "info", what, evidence))
-    if not known.any():
-        return findings
-    step, square = step_means(rollouts, np.square(d), known)
-    cycle = resets(square) if len(square) >= 6 else None
-    if cycle is not None:
-        findings.append(
-            Finding(
-                "hidden_staleness",
-                "error",
-                "at a declared lag of 0 the mismatch grows from step to step and falls back: the engine samples with"
-                " older weights (or a stale prefix cache) than stamped; stamp a version when the engine has applied it,"
-                " not when it was published, and reset its caches",
-                {
-                    "mean_square_by_step": square[:200].tolist(),
-                    "resets_at_step": step[cycle].tolist(),
-                    "unit": "nats^2",
-                },
-            )
-        )
-    return findings
-
-
-def step_means(rollouts: Rollouts, x: np.ndarray, use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and the mean of x over the tokens of each."""
-    per_token = np.repeat(judgement.steps_of(rollouts), np.diff(rollouts.starts))
-    use = use & np.isfinite(per_token) & np.isfinite(x)
-    steps, index = np.unique(per_token[use], return_inverse=True)
-    n = np.bincount(index, minlength=len(steps))
-    return steps, np.bincount(index, x[use], minlength=len(steps)) / np.maximum(n, 1)
-
-
-def resets(square: np.ndarray) -> np.ndarray | None:
-    """Indices where mean d^2 falls back after rising; None unless it does so twice, each rise to twice its start."""
-    falls = np.flatnonzero(square[1:] < RESET * square[:-1]) + 1
-    starts = np.concatenate([[0], falls[:-1]]) if len(falls) else falls
-    good = [
-        fall
-        for start, fall in zip(starts, falls, strict=True)
-        if fall - start >= 2 and square[fall - 1] > 2 * square[start] and np.mean(np.diff(square[start:fall]) > 0) > 0.6
-    ]
-    return np.array(good) if len(good) >= 2 else None
-
-
-def constancy(rollouts: Rollouts, d: np.ndarray, use: np.ndarray) -> list[Finding]:
-    """Is d the same everywhere? Against step, position, length, the sampler's log-prob; and is it a mixture."""
-    findings = []
-    square = np.where(use, d * d, 0.0)
-    tokens = use.sum()
-    lengths = np.add.reduceat(use.astype(np.int64), rollouts.starts[:-1])
-    per_row = np.add.reduceat(square, rollouts.starts[:-1]) / np.maximum(lengths, 1)
-    alive = lengths > 0
-    position = np.arange(len(use)) - np.repeat(rollouts.starts[:-1], np.diff(rollouts.starts))
-    profile = {}
-    for name, x in (("step", rollouts.rows["step"]), ("length", lengths.astype(float))):
-        ok = alive & np.isfinite(x)
-        if ok.sum() >= 40 and np.ptp(x[ok]) > 0:
-            correlation: Any = stats.spearmanr(x[ok], per_row[ok])
-            low, high = np.quantile(x[ok], [0.25, 0.75])
-            first, last = per_row[ok & (x <= low)].mean(), per_row[ok & (x >= high)].mean()
-            if correlation.pvalue < 1e-6 and not 0.5 <= last / max(first, 1e-30) <= 2:
-                profile[name] = {
-                    "first_quarter": float(first),
-                    "last_quarter": float(last),
-                    "spearman": float(correlation.statistic),
-                }
-    if tokens >= 1000 and (longest := int(position[use].max())) >= 8:
-        first, last = square[use & (position < longest / 4)], square[use & (position >= 3 * longest / 4)]
-        if min(len(first), len(last)) >= 100:
-            error = math.hypot(first.std() / math.sqrt(len(first)), last.std() / math.sqrt(len(last)))
-            ratio = last.mean() / max(first.mean(), 1e-30)
-            if abs(last.mean() - first.mean()) > 6 * error and not 0.5 <= ratio <= 2:
-                profile["position"] = {"first_quarter": float(first.mean()), "last_quarter": float(last.mean())}
-    if profile:
-        findings.append(
-            Finding(
-                "discrepancy_not_constant",
-                "warning",
-                f"d^2 changes with {', '.join(profile)}: nothing that takes d for constant (one measured offset, one"
-                " threshold for all steps) will hold; look at adapter merges, kernels by length, caches",
-                profile | {"unit": "nats^2", "n_tokens": int(tokens)},
-            )
-        )
-    x = np.abs(d[use])
-    x = x[np.isfinite(x)]
-    if len(x) >= 500:
-        cut = np.partition(x, len(x) - len(x) // 20)[len(x) - len(x) // 20 :]
-        share, median, rms = (
-            float((cut**2).sum() / max((x**2).sum(), 1e-30)),
-            float(np.median(x)),
-            float(np.std(d[use])),
-        )
-        if share > 0.8 and rms > 4 * median and rms > 1e-3:
-            findings.append(
-                Finding(
-                    "mixture_tail",
-                    "warning",
-                    "few tokens carry nearly all of the discrepancy (as where experts are routed differently):"
-                    " subtracting a mean d would corrupt the clean ones; replay the routing, or mask the tail",
-                    {
-                        "top_5_percent_share": share,
-                        "median_abs": median,
-                        "rms": rms,
-                        "n_tokens": len(x),
-                        "unit": "nats",
-                    },
-                )
-            )
-    ratio_outside = float((np.abs(np.expm1(np.minimum(d[use], 50.0))) > CLIP).mean())
-    if ratio_outside > 0.01:
-        findings.append(
-            Finding(
-                "clip_budget",
-                "warning",
-                "the discrepancy alone puts tokens outside the clip band: the trust region is spent on numerics; anchor"
-                " the clip at logp_old of the trainer and weight by the discrepancy apart",
-                {"share_outside": ratio_outside, "band": [1 - CLIP, 1 + CLIP], "n_tokens": int(tokens)},
-            )
-        )
-    return findings
-
-
-DATA = ("placeholder", "observation_tokens", "ids_differ", "lengths_differ", "nonfinite", "positive_logprob",
-        "negative_lag", "duplicate", "malformed", "mixed_schema", "unreadable")  # fmt: skip
-
-
-def verdict(findings: list[Finding], outcome: dict[str, Any]) -> str:
-    """One word: what to look at first."""
-    errors = {f.code for f in findings if f.severity == "error"}
-    if errors & {*semantics.SEMANTIC, *DATA}:
+def _verdict(findings: list[Finding], split: attribution.Split, k3: float, ess: float, evidence: Evidence) -> str:
+    errors = {finding.code for finding in findings if finding.severity == "error"}
+    if errors - {"hidden_staleness", "prediction_failed"} or not evidence.n_tokens:
         return "semantics"
     if "hidden_staleness" in errors:
         return "hidden_staleness"
-    if not outcome["identifiable"]:
+    if split.method == "none":
         return "not_identifiable"
     if "prediction_failed" in errors:
         return "prediction_failed"
-    if outcome["kl_sampler_train"]["k3"] < HEALTHY_K3 and outcome["ess"]["sequence"]["raw"] >= HEALTHY_ESS:
+    if k3 < HEALTHY_K3 and ess >= judgement.HEALTHY_ESS:
         return "healthy"
-    return "lag" if outcome["lag_share"] >= 0.5 else "numerics"
+    return "lag" if split.lag_share >= 0.5 else "numerics"
+
+
+def _discarded(evidence: Evidence) -> Finding | None:
+    """Responses masked throughout (dropped as too stale, too long): whether they are of another length."""
+    if not len(evidence.empty):
+        return None
+    kept = float(evidence.responses["length"].mean()) if len(evidence.responses["n"]) else math.nan
+    dropped, share = (
+        float(evidence.empty.mean()),
+        len(evidence.empty) / (len(evidence.empty) + len(evidence.responses["n"])),
+    )
+    numbers = {"share_of_responses": share, "mean_length_dropped": dropped, "mean_length_kept": kept}
+    numbers["n_responses"] = len(evidence.empty) + len(evidence.responses["n"])
+    biased = share > semantics.FEW and abs(math.log((dropped + 1) / (kept + 1))) > math.log(1.25)
+    message = f"{len(evidence.empty)} responses are masked throughout and count nowhere (n, ESS, chi2)"
+    if biased:
+        message += f"; they have {dropped:.0f} tokens on average, the kept ones {kept:.0f}: dropping them favours"
+        message += f" {'short' if dropped > kept else 'long'} responses"
+    return Finding("discarded_responses", "warning" if biased else "info", message, numbers)
+
+
+def _zeros(evidence: Evidence) -> Finding | None:
+    zeros = int(evidence.responses["zeros"].sum())
+    if not zeros:
+        return None
+    message = f"{zeros} drawn tokens have probability 0 under the trainer: their responses have weight 0 and stay in n;"
+    message += " mean squares and KL leave the tokens out"
+    return Finding("zero_probability", "warning", message, {"tokens": zeros, "n_tokens": evidence.n_tokens})
+
+
+def advice(
+    verdict: str,
+    findings: list[Finding],
+    split: attribution.Split,
+    prediction: dict,
+    ranked: list[dict],
+    levels: dict,
+    sizes: dict,
+) -> list[str]:
+    """What to do, most important first; a person stops reading after three."""
+    said = [finding.message for finding in findings if finding.severity == "error"]
+    if verdict == "semantics":
+        return [*said, "Correct nothing and compare no KL before this is mended: the ratios are of unlike things."]
+    if verdict == "not_identifiable":
+        said.append(
+            "Numerics and lag cannot be told apart: record logp_sync (the trainer at the sampler's weights), or"
+            " keep some responses of lag 0 with their versions. --lag 0 states that there was none."
+        )
+    if verdict == "numerics":
+        said.append(
+            "Numerics: compare the engines at one set of weights (log-softmax and lm_head in float32 on both sides"
+            " alike: on one alone it grows), then correct the discrepancy."
+        )
+    if verdict == "lag":
+        said.append("Lag: sync more often, or lower the learning rate; the engines agree better than the weights do.")
+    period = prediction["sync_period"]
+    if math.isfinite(period):
+        said.append(
+            f"By the run's own curve the sequence ESS of the lag passes 1/2 after {prediction['ess_step']:.0f} updates"
+            f" (90 %: {_count(prediction['interval'][0])} to {_count(prediction['interval'][1])}): sync every"
+            f" {period:.0f} or fewer."
+        )
+    if verdict == "healthy":
+        said.append("Healthy: no correction is needed; keep watching the sequence ESS, not the KL per token.")
+    elif ranked:
+        best = ranked[0]
+        said.append(
+            f"Of the corrections, {best['correction']} has the least simulated error on these ratios,"
+            f" {best['error']:.2g} times that of {best['responses_per_step']:.0f} fresh responses"
+            f" (bias {best['bias']:.2g}, noise {best['noise']:.2g})."
+        )
+    after = sizes.get("sequence_after_mean")
+    codes = {finding.code for finding in findings}
+    if (
+        after
+        and after["raw"] > sizes["sequence"]["raw"] + 0.1
+        and not codes & {"mixture_tail", "discrepancy_not_constant"}
+    ):
+        said.append(
+            f"A constant offset of {after['mean_nats']:.2g} nats a token hurts through lengths: without it the"
+            f" sequence ESS is {after['raw']:.2f} instead of {sizes['sequence']['raw']:.2f}."
+        )
+    if levels["group"] is not None:
+        said.append(
+            f"k3 of {levels['k3']:.2g} nats a token ({levels['basis']}): {levels['dense']} what is reported of dense"
+            f" models (1e-5 to 1e-3), {levels['moe']} what is reported of MoE (1e-3 to 0.1)."
+        )
+    return said
+
+
+def _count(x: float) -> str:
+    return f"{x:.0f}" if math.isfinite(x) else "never"

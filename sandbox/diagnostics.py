@@ -194,7 +194,8 @@ def pareto_k(log_weight: Array, n: int | None = None) -> float:
 
     # arviz takes log likelihoods, the negative of log weights; so small an r_eff makes its tail a fifth of x, ours
     r_eff: Any = 1e-9
-    return float(array_stats.psislw(-x, r_eff=r_eff)[1])
+    with np.errstate(divide="ignore", invalid="ignore"):  # where most of the tail is one value
+        return float(array_stats.psislw(-x, r_eff=r_eff)[1])
 
 
 def pareto_k_limit(n: int) -> float:

@@ -1,256 +1,298 @@
-"""Judgement of a dump: ESS by step with its uncertainty, the predicted collapse, corrections ranked on its own ratios.
+"""Is it normal, which correction, when will it collapse: effective sample sizes, the run's own curve, public levels.
 
-Log ratios are trainer minus sampler, in nats; weights are raw unless a name says otherwise.
+Everything is of RAW weights pi / q unless its name says otherwise; "sequence" is the product over a response's tokens.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
-from sandbox import collapse, diagnostics, ratios
-from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS
-from sandbox.rollouts import Rollouts
-from sandbox.semantics import Finding
+from sandbox import collapse, diagnostics
+from sandbox.evidence import Evidence, Finding, Reference, k3
+from sandbox.rollouts import MISSING
 
-FEW = 100  # responses below which an ESS is said to be of a small sample
-TOKENS = 200_000  # tokens that an interval or a tail is read from at most
+HEALTHY_ESS, COLLAPSED_ESS = 0.9, 0.5
+BOOTSTRAPPED = 2048  # responses; beyond, the delta method says the same
+CAP = 2.0  # of the truncated ESS: TIS
 
-# Published levels of mean k3 of KL(sampler || trainer) per token, nats, low and high end.
-LEVELS = {"dense": (1e-5, 1e-3), "mixture of experts": (1e-3, 1e-1)}
+# Public levels of k3 of KL(q || old) per token (reference list: miles blog of January 2026, R3 arXiv 2510.11370, MIS).
+LEVELS = {"dense": (1e-5, 1e-3), "moe": (1e-3, 1e-1)}
+GROUPS = ((1e-3, "low"), (2e-2, "middle"), (1e-1, "high"))
+EXAMPLES = (
+    ("dense, H20", 7e-4),
+    ("Qwen3-8B", 6.4e-4),
+    ("Qwen3-30B-A3B", 1.535e-3),
+    ("dense, L20", 3e-3),
+    ("dense, A100 with cascade attention", 7e-2),
+)
 
 
-def sequence(rollouts: Rollouts, x: np.ndarray) -> np.ndarray:
-    """Sum of x over the tokens of each response: a log weight. (N,) -> (n,)"""
-    return np.add.reduceat(x, rollouts.starts[:-1])
-
-
-def ess_of(log_weight: np.ndarray, group: np.ndarray | None = None, unit: str = "sequence") -> dict[str, Any]:
-    """Raw ESS as a fraction of n, its bootstrap interval (5 to 95 %, prompts whole), Pareto k of the weights."""
+def _interval(log_weight: np.ndarray, prompt: np.ndarray) -> tuple[float, float]:
+    """90 % interval of the ESS, responses of one prompt as one cluster: bootstrap, or the delta method beyond 2,048."""
     n = len(log_weight)
-    some = log_weight
-    if n > TOKENS:
-        some, group = np.random.default_rng(0).choice(log_weight, TOKENS, replace=False), None
-    tokens = unit == "token"
-    times = (
-        None if tokens and len(some) > 5000 else diagnostics.resamples(np.random.default_rng(0), len(some), group, 200)
-    )
-    if times is None:  # so many independent weights: the normal interval is as good
-        value, influence = diagnostics.ess_and_influence(some)
-        half = 1.645 * float(value) * float(np.sqrt(np.square(influence).sum())) / len(some)
-        interval = (float(value) - half, min(float(value) + half, 1.0))
-    else:
-        interval = diagnostics.ess_interval(some, times)
+    if n <= BOOTSTRAPPED:
+        times = diagnostics.resamples(np.random.default_rng(0), n, prompt)
+        return diagnostics.ess_interval(log_weight, times)
+    value, influence = diagnostics.ess_and_influence(log_weight)
+    sums = np.bincount(np.unique(prompt, return_inverse=True)[1], influence)
+    error = float(value) * math.sqrt(float(np.sum(sums**2))) / n
+    return max(float(value) - 1.645 * error, 1 / n), min(float(value) + 1.645 * error, 1.0)
+
+
+def _ess(log_weight: np.ndarray, prompt: np.ndarray, unit: str, ratio: str) -> dict:
+    raw = float(diagnostics.ess(log_weight))
+    capped = np.minimum(log_weight, math.log(CAP))
     return {
-        "raw": float(diagnostics.ess(log_weight)),
-        "n": n,
-        "interval": list(interval),
-        "pareto_k": diagnostics.pareto_k(some),
+        "raw": raw,
+        "n": len(log_weight),
+        "interval": list(_interval(log_weight, prompt)) if len(log_weight) else [math.nan, math.nan],
+        "pareto_k": diagnostics.pareto_k(log_weight),
+        "pareto_k_limit": diagnostics.pareto_k_limit(len(log_weight)),
+        "chi2": 1 / raw - 1 if raw > 0 else math.nan,
+        "truncated": float(diagnostics.ess(capped)),
+        "share_above_cap": float((log_weight > math.log(CAP)).mean()) if len(log_weight) else math.nan,
+        "cap": CAP,
         "unit": unit,
-        "stage": "raw",
+        "ratio": ratio,
     }
 
 
-def both_ess(rollouts: Rollouts, t: np.ndarray) -> dict[str, Any]:
-    """ESS of the total ratio, sequence and token."""
-    whole = ess_of(sequence(rollouts, t), rollouts.group)
-    return {"sequence": whole, "token": ess_of(t[rollouts.mask], unit="token")}
-
-
-def steps_of(rollouts: Rollouts) -> np.ndarray:
-    step = rollouts.rows["step"]
-    return np.where(np.isnan(step), rollouts.rows["version_train"], step)
-
-
-def by_step(rollouts: Rollouts, t, d, g, known) -> list[dict[str, Any]]:
-    """A row a training step: n, ESS with interval and Pareto k, KL, mean squares of d and g, reward."""
-    step = steps_of(rollouts)
-    lengths = np.add.reduceat(rollouts.mask.astype(np.int64), rollouts.starts[:-1])
-    log_weight = sequence(rollouts, t)
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = {
-            "kl_sampler_train_k3": sequence(rollouts, np.where(rollouts.mask, ratios.ESTIMATORS["k3"](t), 0.0)),
-            "discrepancy": sequence(rollouts, d * d),
-            "lag": sequence(rollouts, g * g),
+def ess(evidence: Evidence, resynced: bool) -> dict:
+    """Sequence and token ESS of pi / q; with logp_sync of every token also the sequence's lag and discrepancy."""
+    r = evidence.responses
+    found = {"sequence": _ess(r["t"], r["prompt"], "sequence", "pi/q"), "token": _token_ess(evidence)}
+    if resynced and len(r["n"]) and (r["synced"] == r["n"]).all():
+        found["sequence_lag"] = _ess(r["g"], r["prompt"], "sequence", "pi/mu")
+        found["sequence_discrepancy"] = _ess(r["d"], r["prompt"], "sequence", "mu/q")
+    if len(r["n"]):
+        alive = np.isfinite(r["t"])
+        mean = float(r["t"][alive].sum() / r["n"][alive].sum()) if alive.any() else 0.0
+        found["sequence_after_mean"] = {
+            "raw": float(diagnostics.ess(r["t"] - mean * r["n"])),
+            "n": len(r["n"]),
+            "unit": "sequence",
+            "ratio": "pi/q, the mean log ratio per token subtracted",
+            "mean_nats": mean,
         }
-    counted = {name: lengths for name in sums}
-    counted["discrepancy"] = counted["lag"] = np.add.reduceat(
-        (known & rollouts.mask).astype(np.int64), rollouts.starts[:-1]
-    )
-    reward = rollouts.rows["reward"]
-    table = []
-    for value in np.unique(step[np.isfinite(step)]):
-        here = step == value
-        ess = ess_of(log_weight[here], rollouts.group[here])
-        means = {name: float(x[here].sum() / max(counted[name][here].sum(), 1)) for name, x in sums.items()}
-        rewards = reward[here][np.isfinite(reward[here])]
-        table.append(
+    return found
+
+
+def _token_ess(evidence: Evidence) -> dict:
+    r, sample = evidence.responses, evidence.sample
+    n, first, second = (float(r[name].sum()) for name in ("n", "w", "ww"))
+    raw = first**2 / second / n if second > 0 else math.nan
+    if 0 < len(r["n"]) <= BOOTSTRAPPED and second > 0:
+        times = diagnostics.resamples(np.random.default_rng(0), len(r["n"]), r["prompt"])
+        interval = diagnostics.bootstrap_ess(times, r["n"], r["w"], r["ww"])
+    elif second > 0:
+        influence = 2 * r["w"] / first - r["ww"] / second - r["n"] / n
+        error = raw * math.sqrt(float(np.sum(influence**2)))
+        interval = (max(raw - 1.645 * error, 1 / n), min(raw + 1.645 * error, 1.0))
+    else:
+        interval = (math.nan, math.nan)
+    t = sample.train - sample.rollout
+    capped = np.minimum(t, math.log(CAP))
+    return {
+        "raw": raw,
+        "n": int(n),
+        "interval": list(interval),
+        "pareto_k": diagnostics.pareto_k(t),
+        "pareto_k_limit": diagnostics.pareto_k_limit(len(t)),
+        "chi2": 1 / raw - 1 if raw > 0 else math.nan,
+        "truncated": float(diagnostics.ess(capped)),
+        "share_above_cap": float((t > math.log(CAP)).mean()) if len(t) else math.nan,
+        "cap": CAP,
+        "n_sampled": len(t),
+        "unit": "token",
+        "ratio": "pi/q",
+    }
+
+
+def by_step(evidence: Evidence, resynced: bool) -> list[dict]:
+    """A row a training step (null where the dump says none): what `ess` and `split` say of the whole, step by step."""
+    r = evidence.responses
+    if not len(r["n"]):
+        return []
+    order = np.argsort(r["step"], kind="stable")
+    steps, starts = np.unique(r["step"][order], return_index=True)
+    rows = []
+    for step, here in zip(steps, np.split(order, starts[1:]), strict=True):
+        part = {name: values[here] for name, values in r.items()}
+        n, alive, m = part["n"].sum(), part["n"].sum() - part["zeros"].sum(), part["synced"].sum()
+        raw = float(diagnostics.ess(part["t"]))
+        low, high = _interval(part["t"], part["prompt"])
+        reward = part["reward"][~np.isnan(part["reward"])]
+        known = part["lag_known"].sum()
+        split = resynced and m > 0
+        rows.append(
             {
-                "step": value,
-                "n_responses": int(here.sum()),
-                "n_tokens": int(lengths[here].sum()),
-                "ess": ess["raw"],
-                "ess_interval": ess["interval"],
-                "pareto_k": ess["pareto_k"],
-                **means,
-                "reward": float(rewards.mean()) if len(rewards) else math.nan,
-                "reward_error": float(rewards.std() / math.sqrt(len(rewards))) if len(rewards) else math.nan,
+                "step": None if step < 0 else int(step),
+                "n_responses": len(here),
+                "n_tokens": int(n),
+                "total": part["tt"].sum() / alive if alive else math.nan,
+                "discrepancy": part["dd"].sum() / m if split else math.nan,
+                "lag": part["gg"].sum() / m if split else math.nan,
+                "kl_sampler_train_k3": part["k3"].sum() / alive if alive else math.nan,
+                "ess_sequence": raw,
+                "ess_sequence_interval": [low, high],
+                "ess_sequence_pareto_k": diagnostics.pareto_k(part["t"]),
+                "ess_sequence_lag": float(diagnostics.ess(part["g"])) if split and m == n else math.nan,
+                "ess_token": part["w"].sum() ** 2 / part["ww"].sum() / n if part["ww"].sum() > 0 else math.nan,
+                "mean_lag": part["lag_sum"].sum() / known if known else math.nan,
+                "reward": float(reward.mean()) if len(reward) else math.nan,
+                "reward_standard_error": float(reward.std(ddof=1) / math.sqrt(len(reward)))
+                if len(reward) > 1
+                else math.nan,
             }
         )
-    return table
+    return rows
 
 
-def prediction_failed(steps: list[dict[str, Any]]) -> Finding | None:
-    """ESS stayed high and the reward collapsed all the same."""
-    if len(steps) < 6:
-        return None
-    reward = np.array([row["reward"] for row in steps])
-    error = np.array([row["reward_error"] for row in steps])
-    third = len(steps) // 3
-    if not np.isfinite(reward).all() or min(row["ess"] for row in steps) < 0.8:
-        return None
-    best = max(reward[i : i + third].mean() for i in range(len(steps) - 2 * third + 1))
-    last = reward[-third:].mean()
-    noise = math.sqrt(2 * float(np.square(error).mean()) / third)
-    if best - last < 5 * noise + 1e-12 or best - last < 0.5 * (best - min(reward.min(), 0.0)):
-        return None
-    return Finding(
-        "prediction_failed",
-        "error",
-        "the reward collapsed while the ESS stayed high: the mismatch did not announce it; look elsewhere (step size,"
-        " reward, entropy) before any correction",
-        {"lowest_ess": min(row["ess"] for row in steps), "best_reward": best, "last_reward": last, "steps": len(steps)},
-    )
+def collapse_prediction(evidence: Evidence, resynced: bool) -> dict:
+    """ess_step of the lag from the run's own Var[log w] against lag (THEORY section 6), and the period that avoids it.
 
-
-def warnings(rollouts: Rollouts, t: np.ndarray, d: np.ndarray, known: np.ndarray) -> list[Finding]:
-    """Small sample, heavy tail, collapsed ESS, ESS averaged over ranks."""
-    findings = []
-    log_weight = sequence(rollouts, t)
-    n = len(log_weight)
-    ess, k = float(diagnostics.ess(log_weight)), diagnostics.pareto_k(log_weight)
-    if n < FEW:
-        what = f"{n} responses: a sample ESS flatters, and cannot fall below 1/n"
-        findings.append(Finding("small_sample", "info", what, {"n": n}))
-    if k > diagnostics.pareto_k_limit(n):
-        what = "the largest sequence weights have too heavy a tail: the ESS is an upper bound at best"
-        findings.append(
-            Finding("heavy_tail", "warning", what, {"pareto_k": k, "limit": diagnostics.pareto_k_limit(n), "n": n})
-        )
-    if ess < 0.5:
-        what = "the raw sequence ESS is below 1/2: sync more often, or shorten what one weight multiplies"
-        findings.append(
-            Finding("ess_collapse", "warning", what, {"ess": ess, "n": n, "unit": "sequence", "stage": "raw"})
-        )
-    rank = rollouts.rows["rank"]
-    ranks = np.unique(rank[np.isfinite(rank)])
-    if len(ranks) > 1:
-        parts = [float(diagnostics.ess(log_weight[rank == r])) for r in ranks]
-        if abs(np.mean(parts) - ess) > 0.05:
-            what = "the mean of per-rank ESS is not the ESS of the batch: reduce sums over ranks, not fractions"
-            findings.append(
-                Finding("per_rank_ess", "warning", what, {"mean_of_ranks": float(np.mean(parts)), "global": ess})
-            )
-    return findings
-
-
-def collapse_prediction(rollouts: Rollouts, g: np.ndarray, known: np.ndarray, lag: np.ndarray) -> dict[str, Any]:
-    """Var of the sequence log lag ratio against the lag, fitted and extrapolated to ESS 1/2; the sync period for it."""
-    first = lag[rollouts.starts[:-1]]
-    whole = np.logical_and.reduceat(known | ~rollouts.mask, rollouts.starts[:-1])
-    x = sequence(rollouts, g)
-    points = []
-    for value in np.unique(first[np.isfinite(first) & (first >= 1)]):
-        here = whole & (first == value) & np.isfinite(x)
-        if here.sum() >= 8:
-            points.append((float(value), float(x[here].var()), int(here.sum())))
-    k, var = np.array([p[0] for p in points]), np.array([p[1] for p in points])
-    fit = collapse.fit_collapse(k, var) if len(points) else None
-    step = math.nan if fit is None else fit.ess_step
-    return {
-        "status": "not_identifiable" if fit is None else fit.status,
-        "ess_step": step,
-        "interval": [math.nan, math.nan] if fit is None else list(fit.interval),
-        "sync_period": max(math.ceil(step) - 1, 1) if math.isfinite(step) else step,
-        "unit": "optimiser updates since the sync",
-        "points": [{"lag": a, "var_log_ratio": b, "n_responses": n} for a, b, n in points],
-    }
-
-
-def reference_level(k3: float) -> dict[str, Any]:
-    """Where mean k3 lies among published levels."""
-    where = {name: "below" if k3 < low else "above" if k3 > high else "within" for name, (low, high) in LEVELS.items()}
-    return {
-        "k3": k3,
-        "unit": "nats a token, KL(sampler || trainer)",
-        "levels": {n: list(v) for n, v in LEVELS.items()},
-    } | {"position": where}
-
-
-def ranked(rollouts: Rollouts, t: np.ndarray, most: int = 2000) -> list[dict[str, Any]]:
-    """Corrections on this dump's ratios, best first by bias^2 + variance.
-
-    Against the exact sequence weight W (mean 1), for a response of unit advantage: `bias` bounds |E[(w - W) f]| for any
-    f of unit variance by sd(w - W); `variance` is that of w over n. w is the correction's weight, averaged over the
-    response's tokens where it has one a token.
+    Var is -ln ESS of the responses whose tokens all have one lag k: of pi / mu with logp_sync, else of pi / q over its
+    value at lag 0. Fitted only below ln 2 / 8, so that what it predicts is out of sample.
     """
-    s = sequence(rollouts, t)
-    pick = np.flatnonzero(np.isfinite(s))
-    if len(pick) < 2:
-        return []
-    if len(pick) > most:
-        pick = np.sort(np.random.default_rng(0).choice(pick, most, replace=False))
-    log_w = s[pick] - s[pick].max()
-    exact = np.exp(log_w) / np.exp(log_w).mean()
-    response = np.full(rollouts.n, -1)
-    response[pick] = np.arange(len(pick))
-    owner = response[rollouts.row]
-    use = rollouts.mask & (owner >= 0)
-    tokens, owner = t[use], owner[use]
-    count = np.bincount(owner, minlength=len(pick))
-
-    def by_token(rule: str) -> np.ndarray:
-        return np.bincount(owner, weights_of(rule, tokens), minlength=len(pick)) / count
-
-    weights = {
-        "none": np.ones(len(pick)),
-        "token TIS, cap 2": by_token("tis"),
-        "IcePop [0.5, 5]": by_token("icepop"),
-        "sequence TIS, cap 2": weights_of("seq_tis", s[pick]),
-        "sequence MIS, cap 2": weights_of("seq_mis", s[pick]),
-        "sequence IS": exact,
+    r = evidence.responses
+    one = r["lag"] != MISSING
+    split = resynced and len(one) > 0 and bool((r["synced"] == r["n"])[one].all())
+    weight = r["g"] if split else r["t"]
+    lags = np.unique(r["lag"][one]) if one.any() else np.zeros(0)
+    curve, floor = [], 0.0
+    for lag in lags:
+        here = weight[r["lag"] == lag]
+        if len(here) < 8:
+            continue
+        value = float(diagnostics.ess(here))
+        variance = -math.log(value) if value > 0 else math.nan
+        if lag == 0 and not split:
+            floor = variance
+        curve.append({"k": int(lag), "var_log_ratio": variance, "ess": value, "n": len(here)})
+    at_zero = any(row["k"] == 0 for row in curve)
+    identified = split or at_zero
+    for row in curve:
+        row["var_log_ratio"] = max(row["var_log_ratio"] - floor, 0.0) if identified else math.nan
+    curve = [row for row in curve if row["k"] >= 1]
+    k = np.array([row["k"] for row in curve], float)
+    fit = collapse.fit_collapse(k, np.array([row["var_log_ratio"] for row in curve]), curvature=True)
+    for row, value in zip(curve, fit.curve(k), strict=True):
+        row["fit"] = float(value)
+    below = [row["k"] for row in curve if identified and row["var_log_ratio"] >= math.log(1 / COLLAPSED_ESS)]
+    why = "fitted" if fit.points_used >= collapse.FIT_POINTS else "fewer than 3 lags with Var below ln 2 / 8"
+    if not identified:
+        why = "neither logp_sync nor responses of lag 0"
+    elif not curve:
+        why = "no responses of lag 1 or more, or without a known lag"
+    return {
+        "ess_step": fit.ess_step,
+        "interval": list(fit.interval),
+        "status": fit.status,
+        "why": why,
+        "unit": "optimiser updates since the sync until the sequence ESS of the lag is below 1/2",
+        "sync_period": max(fit.ess_step - 1, 1) if math.isfinite(fit.ess_step) else math.nan,
+        "observed_ess_step": min(below) if below else math.nan,
+        "largest_lag_seen": int(lags.max()) if len(lags) else None,
+        "a": fit.a,
+        "b": fit.b,
+        "gamma": fit.gamma,
+        "points_used": fit.points_used,
+        "of": "pi/mu" if split else "pi/q above its value at lag 0",
+        "curve": curve,
     }
-    table = []
-    for name, w in weights.items():
-        bias, variance = float(np.std(w - exact)), float(np.var(w) / len(s))
-        table.append({"correction": name, "bias": bias, "variance": variance, "squared_error": bias**2 + variance})
-    return sorted(table, key=lambda row: row["squared_error"])
 
 
-def weights_of(rule: str, log_ratio: np.ndarray) -> np.ndarray:
-    """What a preset makes of each total log ratio, 0 where rejected, each a response of one token. (n,) -> (n,)"""
-    ones = np.ones((len(log_ratio), 1))
-    weight, keep, _ = CORRECTIONS[rule](Batch(log_ratio[:, None], 0 * ones, ones > 0, ones))
-    return np.where(keep, weight, 0.0)[:, 0]
+def reference_levels(ref: Reference) -> dict:
+    """Where k3 of the discrepancy lies among publicly reported levels, per token."""
+    value = float(k3(ref.d).mean()) if len(ref.d) else math.nan
+    places = {name: _place(value, low, high) for name, (low, high) in LEVELS.items()}
+    group = next((name for limit, name in GROUPS if value <= limit), "beyond all reported")
+    nearest = min(EXAMPLES, key=lambda e: abs(math.log(e[1] / value)))[0] if value > 0 else None
+    return {
+        "k3": value,
+        "unit": "nats per token, KL(q || trainer at the sampler's weights)",
+        "basis": ref.basis if ref.basis != "logp_train" else "logp_train: holds the lag too, so an upper bound",
+        "n_tokens": len(ref.d),
+        "group": group if not math.isnan(value) else None,
+        "nearest": nearest,
+        "levels": {name: list(limits) for name, limits in LEVELS.items()},
+        **places,
+    }
 
 
-def advice(outcome: dict[str, Any]) -> list[str]:
-    """What to do, the most urgent first."""
-    said = [f["message"] for f in outcome["findings"] if f["severity"] == "error"]
-    period, word = outcome["collapse_prediction"]["sync_period"], outcome["verdict"]
-    if word == "healthy":
-        said.append("nothing to repair; keep measuring the raw sequence ESS")
-    if word == "not_identifiable":
-        said.append("record the trainer's log-probs at the sampler's weights (logp_sync), or keep some rows of lag 0")
-    if word == "lag":
-        said.append("most of the error is lag: sync more often before choosing a correction")
-    if word == "numerics":
-        said.append(
-            "most of the error is numerics: repair the engines (float32 head, kernels, routing) before a correction"
+def _place(value: float, low: float, high: float) -> str | None:
+    if math.isnan(value):
+        return None
+    return "below" if value < low else "above" if value > high else "within"
+
+
+def alarms(evidence: Evidence, sizes: dict) -> list[Finding]:
+    """heavy_tail, small_sample, ess_collapse, per_rank_ess."""
+    found, sequence = [], sizes["sequence"]
+    n, raw, k = sequence["n"], sequence["raw"], sequence["pareto_k"]
+    if k > sequence["pareto_k_limit"]:
+        message = (
+            f"Pareto k of the sequence weights is {k:.2f}, above {sequence['pareto_k_limit']:.2f} for n = {n}: the"
         )
-    if isinstance(period, int):
-        said.append(f"sync at least every {period} updates to hold the sequence ESS of the lag above 1/2")
-    if word in ("lag", "numerics") and outcome["corrections"]:
-        said.append(f"on this dump's ratios the smallest error is that of: {outcome['corrections'][0]['correction']}")
-    return said
+        message += " true ESS is lower than the sample's, and means of weights are not to be trusted"
+        found.append(Finding("heavy_tail", "warning", message, {"pareto_k": k, "n": n, "unit": "sequence"}))
+    if n < 256:
+        message = f"{n} responses: a sample ESS flatters, the more so the fewer there are; use 1,024 or more"
+        found.append(Finding("small_sample", "info" if n >= 64 else "warning", message, {"n": n, "unit": "sequence"}))
+    if raw < COLLAPSED_ESS:
+        message = (
+            f"raw sequence ESS is {raw:.3g} of n = {n}, below 1/2: a batch is worth less than half a fresh one; sync"
+        )
+        message += " more often if it is lag, mend the engines if it is numerics"
+        numbers = {"ess": raw, "interval": sequence["interval"], "n": n, "stage": "raw", "ratio": "pi/q"}
+        found.append(Finding("ess_collapse", "warning", message, numbers))
+    ranks = evidence.responses["rank"]
+    if len(ranks) and not np.isnan(ranks).any() and len(names := np.unique(ranks)) > 1:
+        t = evidence.responses["t"]
+        mean = float(np.mean([float(diagnostics.ess(t[ranks == name])) for name in names]))
+        if abs(mean - raw) > 0.02 * raw:
+            message = (
+                f"the mean of the {len(names)} ranks' ESS is {mean:.3g}, that of all responses {raw:.3g}: gather the"
+            )
+            message += " log weights, never average ranks"
+            numbers = {"mean_of_ranks": mean, "global": raw, "n_ranks": len(names), "n": n, "unit": "sequence"}
+            found.append(Finding("per_rank_ess", "info", message, numbers))
+    return found
+
+
+def prediction_failed(steps: list[dict]) -> Finding | None:
+    """The reward fell for good although the sequence ESS had stayed above 1/2: the ESS did not warn."""
+    rows = [row for row in steps if row["step"] is not None and not math.isnan(row["reward"])]
+    if len(rows) < 6:
+        return None
+    reward = np.array([row["reward"] for row in rows])
+    error = np.nan_to_num(np.array([row["reward_standard_error"] for row in rows]))
+    window = max(2, min(5, len(rows) // 4))
+    smooth = np.convolve(reward, np.ones(window) / window, mode="valid")
+    noise = np.sqrt(np.convolve(error**2, np.ones(window), mode="valid")) / window
+    top, last = int(np.argmax(smooth[: len(smooth) - window + 1])), len(smooth) - 1
+    drop = float(smooth[top] - smooth[last])
+    if last - top < window or drop < 4 * math.hypot(noise[top], noise[last]):
+        return None
+    if drop < 0.3 * abs(smooth[top]) or drop < 0.5 * (smooth[top] - smooth.min()):
+        return None
+    middle = smooth[top] - drop / 2
+    fell = next(i for i in range(top, len(rows)) if (reward[i : i + window] < middle).all())
+    ess_before = min(row["ess_sequence"] for row in rows[: fell + 1])
+    if ess_before < COLLAPSED_ESS:
+        return None
+    numbers = {
+        "reward_before": float(smooth[top]),
+        "reward_after": float(smooth[last]),
+        "standard_error": math.hypot(noise[top], noise[last]),
+        "fell_at_step": rows[fell]["step"],
+        "lowest_ess_sequence_until_then": ess_before,
+        "lowest_ess_token_until_then": min(row["ess_token"] for row in rows[: fell + 1]),
+        "n_steps": len(rows),
+    }
+    message = f"the reward fell from {smooth[top]:.3g} to {smooth[last]:.3g} around step {rows[fell]['step']} while the"
+    message += (
+        f" sequence ESS never passed below {ess_before:.3g}: the ESS did not predict this collapse. Look at what a"
+    )
+    message += " ratio does not see: the reward, entropy, the learning rate, the clip, the KL to the reference"
+    return Finding("prediction_failed", "error", message, numbers)

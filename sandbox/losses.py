@@ -34,16 +34,17 @@ def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fi
         BadInput: unknown denominator; a centred correction on a batch without `logp_train_all`.
     """
     per_token = reinforce_per_token(batch, corrected)
-    return namespace(per_token).sum(per_token) / _count(batch, batch.mask & corrected.keep, denominator, per_token)
+    return namespace(per_token).sum(per_token) / total(batch, batch.mask & corrected.keep, denominator, per_token)
 
 
 def reinforce_per_token(batch: Batch, corrected: Corrected) -> Array:
     """What `reinforce` sums, 0 where masked or rejected, for trainers that have a denominator of their own. (B, T)"""
-    xp = namespace(batch.logp_train)
-    weight = corrected.weight * batch.advantage * xp.ones_like(detach(batch.logp("logp_train")))
+    logp = batch.logp("logp_train")
+    xp = namespace(logp)
+    weight = corrected.weight * batch.advantage * xp.ones_like(detach(logp))
     # 0 times log 0 is 0; and a token that the trainer gives probability 0 has no score (`accounts` tells)
-    live = batch.mask & corrected.keep & (weight != 0) & xp.isfinite(detach(batch.logp("logp_train")))
-    score = masked(batch.logp("logp_train"), live)
+    live = batch.mask & corrected.keep & (weight != 0) & xp.isfinite(detach(logp))
+    score = masked(logp, live)
     if not isinstance(corrected.centre, float):
         train_all = masked(batch.need("logp_train_all"), live[..., None])
         score = score - xp.sum(masked(corrected.centre, live[..., None]) * train_all, axis=-1)
@@ -70,7 +71,7 @@ def ppo(batch: Batch, corrected: Corrected, clip: PPOClip | None = None, denomin
     if not math.isinf(clip.dual):
         gain = xp.where(batch.advantage < 0, xp.maximum(gain, clip.dual * batch.advantage), gain)
     gain = masked(corrected.weight * gain * xp.ones_like(detach(batch.logp("logp_train"))), kept)
-    return -xp.sum(gain) / _count(batch, kept, denominator, gain)
+    return -xp.sum(gain) / total(batch, kept, denominator, gain)
 
 
 def cispo(batch: Batch, low: float = 0.2, high: float = 0.2, denominator: str | float = "fixed") -> Array:
@@ -87,7 +88,7 @@ def dppo(batch: Batch, band: ProbabilityBand | None = None, cap: float = math.in
 def squared_mismatch(batch: Batch, tau: float = 1e-3, denominator: str | float = "fixed") -> Array:
     """tau sum of (log pi - log q)^2 over every token of the mask, rejected ones included: prime-rl's penalty. Scalar"""
     t = batch.total
-    return tau * namespace(t).sum(t * t) / _count(batch, batch.mask, denominator, t)
+    return tau * namespace(t).sum(t * t) / total(batch, batch.mask, denominator, t)
 
 
 def accounts(batch: Batch, corrected: Corrected) -> dict[str, float | str]:
@@ -118,7 +119,8 @@ def accounts(batch: Batch, corrected: Corrected) -> dict[str, float | str]:
     }
 
 
-def _count(batch: Batch, kept: Array, denominator: str | float, like: Array) -> Array | float:
+def total(batch: Batch, kept: Array, denominator: str | float, like: Array) -> Array | float:
+    """What a loss is divided by, at least 1, in the dtype of `like`; `denominator` as in `reinforce`. Scalar"""
     if isinstance(denominator, int | float):
         if not denominator > 0:
             raise BadInput(f"denominator is {denominator}, expected a positive number")

@@ -1,292 +1,225 @@
-"""The canonical rollout table in memory: rows checked one by one, refused with a reason where they cannot be trusted.
+"""The canonical rollout table in memory, and the rows and tokens of a dump that must not be used, each with its reason.
 
-A row is a mapping with the columns of `COLUMNS` (a list or array a token where the name is in `PER_TOKEN`). A null
-token stands as `MISSING`; nan is garbage. Rows of lists, of Parquet slices and of JSON lines all pass `collect`.
+A dump is read in pieces (`Table`, columns as they stood) and every piece is checked (sandbox.refusals) into a `Chunk`:
+the rows that can be used, as ragged responses with flat tokens, and what was left out. Nothing is repaired and nothing
+guessed: a row is kept whole, kept without some of its tokens (their mask is then False), or refused. Of every table,
+rows kept + rows refused = rows read.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from sandbox.batch import LOGP_TOLERANCE
-from sandbox.errors import BadInput
+MISSING = -1  # a version that the dump does not say
 
-MISSING = -9999.0  # what SkyRL pads with; nulls are read as this, so that they stay apart from nan
-FAR_BELOW = -0.5  # nats; a log-probability of exactly 0.0 is a placeholder where the other engine is below this
-LOGPS = ("logp_rollout", "logp_train", "logp_sync", "logp_old")
-PER_TOKEN = (*LOGPS, "mask", "token_ids", "trainer_token_ids")
-PER_ROW = ("step", "version_train", "reward", "advantage", "temperature", "top_p", "top_k", "rank", "epoch", "seconds")
-COLUMNS = (*PER_TOKEN, *PER_ROW, "version_rollout", "weight", "prompt_id", "sample_id")
+# Why a row or a token is left out. The first nine are also finding codes of the diagnosis.
+REASONS = {
+    "ids_differ": "the trainer's token ids are not the sampler's; the common prefix is kept",
+    "lengths_differ": "columns of one row have different lengths",
+    "nonfinite": "nan in a counted token, or a sampler log-probability of -inf for a token that was drawn",
+    "positive_logprob": "a log-probability above 0",
+    "placeholder": "a value that stands for none: 0.0 where the other engine disagrees, 1, -9999",
+    "observation_tokens": "a run of 0.0 inside the response where the trainer disagrees: text that nobody sampled",
+    "negative_lag": "the sampler's version is newer than the trainer's",
+    "duplicate": "the same step, epoch, prompt and sample stood before",
+    "missing_version": "a version that is not a whole number",
+    "missing_logprob": "no log-probability of one of the engines",
+    "not_a_mask": "a mask with values other than 0 and 1: weights; what is not 0 counts",
+    "mixed_schema": "the row has other columns or types than the format says",
+    "unreadable_row": "the row cannot be parsed",
+    "truncated_file": "the file ends inside a row, or is not whole",
+    "unsafe_pickle": "the file could run code when it is opened",
+}
 
-
-@dataclass(frozen=True)
-class Refused:
-    """A row that is not analysed (or, with tokens > 0, that many of its tokens) and why: a finding code, in words."""
-
-    sample_id: str
-    code: str
-    reason: str
-    tokens: int = 0
+LOGPS = ("logp_rollout", "logp_sync", "logp_train", "logp_old")
+EXTRA = ("entropy", "weight")  # a number a token, no reason to refuse one
+RAGGED = (*LOGPS, *EXTRA, "mask", "token_ids", "trainer_token_ids")  # and version_rollout, also one number a row
+TOPS = ("top_rollout", "top_train")  # lists of numbers a token
+SCALARS = ("version_train", "step", "reward", "advantage", "temperature", "top_p", "top_k", "rank", "epoch", "seconds")
+NAMES = ("prompt_id", "sample_id")
+COLUMNS = (*RAGGED, *TOPS, "version_rollout", *SCALARS, *NAMES)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """n responses, their tokens end to end: response i has tokens starts[i] to starts[i + 1].
+    """n responses of m tokens in all; token i of response r stands at `starts[r] + i` of every flat array.
 
-    mask: True where a token counts and is valid; log-probabilities are 0 elsewhere. bool (N,)
-    logp_rollout, logp_train: log q and log pi, nats. (N,)
-    logp_sync, logp_old: log mu and the framework's "old", nan where a row has none; None without any. (N,)
-    version_rollout: weight version that drew the token, nan where unknown. (N,)
-    weight: what the trainer multiplied the token's loss by, nan where unknown; None without any. (N,)
-    rows: a column each of PER_ROW, nan where unknown. (n,)
-    prompt, sample: ids as text.
-    notes: how many rows have a property that is no reason to refuse them.
+    Args:
+        starts: first token of each response, and m. int64 (n + 1,)
+        mask: True where a token counts; anything may stand in the other places of the flat arrays. bool (m,)
+        logp_rollout, logp_train: log q as the sampler reported it, log pi of the trainer at `version_train`, nats. (m,)
+        version_rollout: weight version that drew each token; MISSING where the dump does not say. int64 (m,)
+        version_train: weight version that consumes the response; MISSING where the dump does not say. int64 (n,)
+        step: training step; -1 where the dump does not say. int64 (n,)
+        reward, advantage: of the response; nan where the dump does not say. (n,)
+        prompt_id, sample_id: as text; a response without a sample_id is named by file and row. n strings each
+        logp_sync: log mu, the trainer at the sampler's weights; nan in responses without; None where none has it. (m,)
+        logp_old: what the framework calls old or prev; likewise. (m,)
+        token_ids: drawn tokens, -1 where missing; None where the dump has none. int64 (m,)
+        entropy, weight: of the sampler's or trainer's distribution, nats; what the loss of the token was multiplied by;
+            nan where unknown. (m,)
+        top_rollout, top_train: log-probabilities of the same k tokens at each place, by either engine; the whole
+            vocabulary, or as many as there are; None where the dump has none. (m, k)
+        temperature, top_p, top_k, rank, epoch, seconds: of the response; nan where the dump does not say. (n,)
     """
 
     starts: np.ndarray
     mask: np.ndarray
     logp_rollout: np.ndarray
     logp_train: np.ndarray
+    version_rollout: np.ndarray
+    version_train: np.ndarray
+    step: np.ndarray
+    reward: np.ndarray
+    advantage: np.ndarray
+    prompt_id: np.ndarray
+    sample_id: np.ndarray
     logp_sync: np.ndarray | None
     logp_old: np.ndarray | None
-    version_rollout: np.ndarray
+    token_ids: np.ndarray | None
+    entropy: np.ndarray | None
     weight: np.ndarray | None
-    rows: dict[str, np.ndarray]
-    prompt: tuple[str, ...]
-    sample: tuple[str, ...]
-    refused: tuple[Refused, ...]
-    notes: dict[str, int]
+    top_rollout: np.ndarray | None
+    top_train: np.ndarray | None
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    rank: np.ndarray
+    epoch: np.ndarray
+    seconds: np.ndarray
 
     @property
-    def n(self) -> int:
-        return len(self.starts) - 1
-
-    @cached_property
-    def group(self) -> np.ndarray:
-        """Prompt of each response, numbered: the unit of a bootstrap. int (n,)"""
-        return np.unique(np.asarray(self.prompt), return_inverse=True)[1]
+    def lengths(self) -> np.ndarray:
+        """Tokens of each response, counted or not. int64 (n,)"""
+        return np.diff(self.starts)
 
     @property
     def row(self) -> np.ndarray:
-        """Response of each token. int (N,)"""
-        return np.repeat(np.arange(self.n), np.diff(self.starts))
+        """Which response each token belongs to. int64 (m,)"""
+        return np.repeat(np.arange(len(self.starts) - 1), self.lengths)
+
+    def take(self, rows: np.ndarray) -> "Rollouts":
+        """Those responses alone, in that order: an integer or boolean array over the n responses."""
+        rows = np.arange(len(self.starts) - 1)[rows]
+        lengths = self.lengths[rows]
+        index = _places(self.starts[rows], lengths)
+        values: dict[str, Any] = {"starts": _starts(lengths)}
+        for f in fields(self)[1:]:
+            value = getattr(self, f.name)
+            flat = f.name in (*LOGPS, *EXTRA, *TOPS, "mask", "version_rollout", "token_ids")
+            values[f.name] = None if value is None else value[index if flat else rows]
+        return Rollouts(**values)
 
 
-class _Refuse(Exception):
-    def __init__(self, code: str, reason: str):
-        super().__init__(reason)
-        self.code = code
-
-
-@dataclass
-class _Row:
-    values: dict[str, np.ndarray]
-    mask: np.ndarray
-    version: np.ndarray
-    dropped: list[tuple[str, str, int]] = field(default_factory=list)
-    weighted: bool = False
-
-
-def collect(rows: Iterable[Mapping[str, Any] | Refused], lag: int | None = None) -> Rollouts:
-    """Check every row and lay the good ones end to end.
+@dataclass(frozen=True)
+class Refused:
+    """A row, or some of its tokens, left out.
 
     Args:
-        rows: of the canonical table; a reader passes on what it could not read at all as a `Refused`.
-        lag: the user's word that every token is this many versions old: 0 makes `logp_old` (or `logp_train`) the
-            trainer at the sampler's weights.
+        sample_id: of the row; file and row where it has none.
+        reason: one of REASONS.
+        tokens: how many of its counted tokens are left out; 0 where that was not known.
+        whole: whether the row is left out; else the rest of it is in use.
+        detail: what exactly was seen.
     """
-    good: list[_Row] = []
-    single: list[dict[str, float]] = []
-    names: list[tuple[str, str]] = []
-    refused: list[Refused] = []
-    notes: Counter[str] = Counter()
-    seen: set[tuple] = set()
-    for number, row in enumerate(rows):
-        if isinstance(row, Refused):
-            refused.append(row)
-            continue
-        name = f"row {number}" if row.get("sample_id") is None else str(row["sample_id"])
-        try:
-            one = _check(row)
-            scalars = {column: _number(row, column) for column in PER_ROW}
-            if lag is not None:
-                one.version[:], scalars["version_train"] = 0.0, float(lag)
-            _check_versions(one, scalars["version_train"])
-            if row.get("sample_id") is not None:
-                key = (*(str(row.get(c)) for c in ("step", "epoch", "rank", "prompt_id", "sample_id")),)
-                if key in seen:
-                    raise _Refuse("duplicate", "a row of this step, prompt and sample id has been read already")
-                seen.add(key)
-        except _Refuse as why:
-            refused.append(Refused(name, why.code, str(why)))
-            continue
-        refused += [Refused(name, code, reason, tokens) for code, reason, tokens in one.dropped]
-        notes["weights_as_mask"] += one.weighted
-        good.append(one)
-        single.append(scalars)
-        names.append((str(row.get("prompt_id", number)), name))
-    lengths = [len(one.mask) for one in good]
 
-    def flat(name: str) -> np.ndarray:
-        """Taken out of the rows, so that a column is not held twice."""
-        parts = [one.values.pop(name) if name in one.values else np.full(len(one.mask), math.nan) for one in good]
-        return np.concatenate([np.zeros(0), *parts])
-
-    def optional(name: str) -> np.ndarray | None:
-        return flat(name) if any(name in one.values for one in good) else None
-
-    return Rollouts(
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.concatenate([np.zeros(0, bool), *(one.mask for one in good)]),
-        flat("logp_rollout"),
-        flat("logp_train"),
-        optional("logp_sync"),
-        optional("logp_old"),
-        np.concatenate([np.zeros(0), *(one.version for one in good)]),
-        optional("weight"),
-        {column: np.array([s[column] for s in single], float) for column in PER_ROW},
-        tuple(prompt for prompt, _ in names),
-        tuple(sample for _, sample in names),
-        tuple(refused),
-        dict(notes),
-    )
+    sample_id: str
+    reason: str
+    tokens: int = 0
+    whole: bool = True
+    detail: str = ""
 
 
-def _vector(row: Mapping[str, Any], name: str) -> np.ndarray | None:
-    value = row.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple | np.ndarray):
-        raise _Refuse("malformed", f"{name} is {type(value).__name__}, expected a list of numbers")
-    try:
-        vector = np.array(value) if len(value) else np.zeros(0)
-        if vector.dtype.kind == "O":  # nulls, or things that are no numbers
-            if any(isinstance(x, str | bytes | list | dict | tuple) for x in vector):
-                raise _Refuse("malformed", f"{name} has an entry that is not a number")
-            vector = np.array([MISSING if x is None else x for x in vector], dtype=np.float64)
-        if vector.dtype.kind not in "fiub":
-            raise _Refuse("malformed", f"{name} has an entry that is not a number")
-        vector = vector.astype(np.float64)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise _Refuse("malformed", f"{name} has an entry that is not a number") from error
-    if vector.ndim != 1:
-        raise _Refuse("malformed", f"{name} has {vector.ndim} dimensions, expected a list of numbers")
-    return vector
+@dataclass(frozen=True)
+class Chunk:
+    """Rows in use, rows and tokens left out, and how many rows were read: rows in use + whole rows refused."""
+
+    rollouts: Rollouts
+    refused: list[Refused]
+    n_rows: int
 
 
-def _number(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    if value is None:
-        return math.nan
-    if isinstance(value, list | tuple | np.ndarray) and name == "advantage" and len(value):
-        value = next((x for x in value if x), 0.0)  # one a token: prompts and padding carry 0
-    if isinstance(value, bool | np.bool_ | int | float | np.integer | np.floating):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise _Refuse("malformed", f"{name} is too large") from error
-    raise _Refuse("malformed", f"{name} is {type(value).__name__}, expected a number")
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """One list a row: `flat` values end to end (m,), `lengths` (n,), -1 for no list, and where an element is null."""
+
+    flat: np.ndarray
+    lengths: np.ndarray
+    null: np.ndarray | None = None
+
+    @staticmethod
+    def of(rows: Sequence[Any]) -> "Ragged":
+        """From lists of numbers and None, or arrays of float64; None is a row without a list."""
+        lengths = np.array([-1 if row is None else len(row) for row in rows], np.int64)
+        values = [row for row in rows if row is not None]
+        total = int(np.maximum(lengths, 0).sum())
+        if values and isinstance(values[0], np.ndarray):
+            return Ragged(np.concatenate(values), lengths)
+        flat = np.fromiter(chain.from_iterable(values), float, total)  # None becomes nan
+        if not np.isnan(flat).any():
+            return Ragged(flat, lengths)
+        return Ragged(flat, lengths, np.fromiter((x is None for x in chain.from_iterable(values)), bool, total))
+
+    @property
+    def starts(self) -> np.ndarray:
+        return _starts(np.maximum(self.lengths, 0))
+
+    def take(self, rows: np.ndarray, lengths: np.ndarray) -> "Ragged":
+        """The first `lengths` values of those rows; nan in the rows that have no list."""
+        if np.array_equal(rows, np.arange(len(self.lengths))) and np.array_equal(lengths, self.lengths):
+            return self
+        absent = self.lengths[rows] < 0
+        index = _places(self.starts[:-1][rows], lengths)
+        if absent.any():
+            index[np.repeat(absent, lengths)] = len(self.flat)
+        null = None if self.null is None else np.append(self.null, False)[index]
+        return Ragged(np.append(self.flat, np.nan)[index] if absent.any() else self.flat[index], lengths, null)
+
+    def or_else(self, other: "Ragged") -> "Ragged":
+        """This row's list, or the other's where there is none."""
+        if not (self.lengths < 0).any():
+            return self
+        lengths = np.where(self.lengths < 0, other.lengths, self.lengths)
+        starts = np.where(self.lengths < 0, len(self.flat) + other.starts[:-1], self.starts[:-1])
+        index = _places(starts, np.maximum(lengths, 0))
+        both = [r.null if r.null is not None else np.zeros(len(r.flat), bool) for r in (self, other)]
+        return Ragged(np.append(self.flat, other.flat)[index], lengths, np.append(*both)[index])
 
 
-def _check(row: Mapping[str, Any]) -> _Row:
-    """Log-probabilities and mask of one row, or `_Refuse`."""
-    found = {name: _vector(row, name) for name in PER_TOKEN}
-    values = {name: x for name in LOGPS if (x := found[name]) is not None}
-    for name in ("logp_rollout", "logp_train"):
-        if name not in values:
-            raise _Refuse("mixed_schema", f"no {name}")
-    dropped: list[tuple[str, str, int]] = []
-    ids, theirs = found["token_ids"], found["trainer_token_ids"]
-    n = len(values["logp_rollout"])
-    if ids is not None and len(ids) != n:
-        raise _Refuse("lengths_differ", f"{len(ids)} token_ids, {n} logp_rollout")
-    mask = found["mask"]
-    if ids is not None and theirs is not None and not np.array_equal(ids, theirs):
-        if len(theirs) != len(values["logp_train"]):
-            raise _Refuse("lengths_differ", f"{len(theirs)} trainer_token_ids, {len(values['logp_train'])} logp_train")
-        short = min(len(ids), len(theirs))
-        other = np.flatnonzero(ids[:short] != theirs[:short])
-        prefix = int(other[0]) if len(other) else short
-        if prefix == 0:
-            raise _Refuse("ids_differ", "sampler's and trainer's ids differ from the first token on")
-        dropped.append(("ids_differ", f"ids differ from token {prefix} on: the prefix before is kept", n - prefix))
-        values = {name: x[:prefix] for name, x in values.items()}
-        mask = None if mask is None else mask[:prefix]
-        n = prefix
-    for name, x in (*values.items(), ("mask", mask)):
-        if x is not None and len(x) != n:
-            raise _Refuse("lengths_differ", f"{len(x)} {name}, {n} logp_rollout")
-    counted = np.ones(n, bool) if mask is None else (mask != 0) & (mask != MISSING) & ~np.isnan(mask)
-    weighted = mask is not None and bool((counted & (mask != 1)).any())
-    if not counted.any():
-        raise _Refuse("empty", "no token counts: the row is no response")
-    valid = counted.copy()
-    q, train = values["logp_rollout"], values["logp_train"]
-    zero = (q == 0) & (train < FAR_BELOW) | (train == 0) & (q < FAR_BELOW)
-    greedy = row.get("temperature") == 0 or row.get("top_k") == 1
-    observed = np.zeros(n, bool)
-    if greedy:
-        zero[:] = False
-    else:
-        zero &= counted & (train > MISSING) & (q > MISSING)
-        run = zero & (np.append(zero[1:], False) | np.append(False, zero[:-1]))
-        if run.any() and not run.all():
-            observed = run
-    missing = np.zeros(n, bool)
-    for x in values.values():
-        missing |= counted & ((x <= MISSING) & np.isfinite(x) | (x == 1.0))
-    for code, bad, reason in (
-        ("observation_tokens", observed, "a run of log-probs of 0.0 where the other engine is far below: not sampled"),
-        ("placeholder", zero & ~observed, "a log-prob of exactly 0.0 where the other engine is far below"),
-        ("placeholder", missing, "a placeholder (null, -9999 or 1) stands for a log-prob"),
-    ):
-        if bad.any():
-            dropped.append((code, reason, int(bad.sum())))
-            valid &= ~bad
-    for name, x in values.items():
-        if np.isnan(x[valid]).any():
-            raise _Refuse("nonfinite", f"{name} has a nan: the logits of the whole row are in doubt")
-        if name == "logp_rollout" and np.isneginf(x[valid]).any():
-            raise _Refuse("nonfinite", "logp_rollout is -inf: a token of probability 0 cannot have been sampled")
-        if (x[valid] > LOGP_TOLERANCE).any():
-            raise _Refuse("positive_logprob", f"{name} has a log-prob of {x[valid].max():.3g} > 0")
-    if not valid.any():
-        raise _Refuse(dropped[-1][0], dropped[-1][1] + " at every token")
-    values = {name: np.where(valid, x, 0.0) for name, x in values.items()}
-    weight = row.get("weight")
-    if weight is not None:
-        w = np.full(n, _number(row, "weight")) if not isinstance(weight, list | np.ndarray) else _vector(row, "weight")
-        if w is None or len(w) != n:
-            raise _Refuse("lengths_differ", f"{0 if w is None else len(w)} weight, {n} logp_rollout")
-        values["weight"] = np.where(w == MISSING, math.nan, w)
-    version = row.get("version_rollout")
-    if isinstance(version, list | tuple | np.ndarray):
-        versions = _vector(row, "version_rollout")
-        cut = n if dropped and dropped[0][0] == "ids_differ" else None
-        versions = np.zeros(0) if versions is None else versions[:cut]
-        if len(versions) != n:
-            raise _Refuse("lengths_differ", f"{len(versions)} version_rollout, {n} logp_rollout")
-        versions = np.where(versions == MISSING, math.nan, versions)
-    else:
-        versions = np.full(n, _number(row, "version_rollout"))
-    versions[versions < 0] = math.nan  # -1 stands for "unknown" in several frameworks
-    return _Row(values, valid, versions, dropped, weighted)
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A piece of a dump before it is checked; a column that the dump lacks is left out.
+
+    Args:
+        source: the file, as messages name it.
+        rows: position of each row in the file. int (n,)
+        ragged: columns of lists by their canonical name; lists of lists stand end to end.
+        scalars: columns of numbers, nan where null. float64 (n,)
+        names: prompt_id and sample_id. n values each, None where null
+        refused: rows that could not even be parsed; they are not among the n.
+    """
+
+    source: str
+    rows: np.ndarray
+    ragged: dict[str, Ragged]
+    scalars: dict[str, np.ndarray]
+    names: dict[str, Sequence[Any]]
+    refused: list[Refused] = field(default_factory=list)
+
+    def name(self, row: Any) -> str:
+        """What messages and `sample_id` call a row of the table."""
+        given = self.names["sample_id"][row] if "sample_id" in self.names else None
+        return f"{self.source}:{self.rows[row] + 1}" if given is None else str(given)
 
 
-def _check_versions(row: _Row, consumer: float) -> None:
-    if (row.version[row.mask] > consumer).any():
-        raise _Refuse("negative_lag", f"drawn by version {row.version[row.mask].max():g}, consumed at {consumer:g}")
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def need(rollouts: Rollouts) -> None:
-    """Raises BadInput where no row is left to analyse, naming the first reason."""
-    if not rollouts.n:
-        first = rollouts.refused[0] if rollouts.refused else None
-        raise BadInput(
-            f"no row can be analysed: {first.sample_id}: {first.reason}" if first else "the dump has no rows"
-        )
+def _places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Flat places of the first `lengths` values of rows that begin at `starts`, row after row."""
+    new = _starts(lengths)
+    return np.repeat(starts - new[:-1], lengths) + np.arange(new[-1])

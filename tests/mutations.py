@@ -28,18 +28,19 @@ import scipy.optimize
 import scipy.sparse.linalg
 import scipy.stats  # noqa: F401
 import sympy  # noqa: F401
+import torch  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 120  # seconds for one mutant: one that never ends is noticed too
 # Test files by module, the one that most likely notices first
 TESTS = {
-    "ratios": "corrections presets",
+    "ratios": "corrections presets centring diagnostics",
     "rejections": "corrections presets",
     "corrections": "corrections presets",
     "combinations": "corrections presets losses",
-    "losses": "losses presets",
-    "diagnostics": "diagnostics",
-    "exact": "exact exact_report transfer",
+    "losses": "losses centring presets",
+    "diagnostics": "diagnostics ranks summary",
+    "exact": "exact exact_report transfer simulate",
     "transfer": "transfer exact",
     "bias": "bias",
     "matrices": "matrices",
@@ -135,7 +136,8 @@ def check(folder: str, files: list[str], pipe) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # no shrinking: one failure says enough
-    hypothesis.settings.register_profile("mutants", phases=phases, database=None, derandomize=True, deadline=None)
+    few = {"max_examples": 15, "phases": phases, "database": None, "derandomize": True, "deadline": None}
+    hypothesis.settings.register_profile("mutants", **few)
     first = First()
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-profile=mutants", "--tb=no"]
     status = pytest.main([*options, *files], plugins=[first])

@@ -191,6 +191,46 @@ def test_failure_step_of_exact_returns_counts_the_seeds_alone():
     assert error[7] == pytest.approx(math.sqrt(8e-6 * 1.5))
 
 
+def test_a_shortfall_counts_the_variance_of_problems_and_of_seeds():
+    run = np.array([[0.1, 0.4, 0.7], [0.2, 0.2, 0.3]])
+    others = [np.array([[0.5, 0.5, 0.8], [0.4, 0.6, 0.9]]), np.array([[0.3, 0.7, 0.9], [0.6, 0.5, 0.7]])]
+    _, error = collapse.shortfall(run, others)
+    for step in range(2):
+        below = [(others[0][step, i] + others[1][step, i]) / 2 - run[step, i] for i in range(3)]
+        problems = sum((x - sum(below) / 3) ** 2 for x in below) / 2 / 3
+        means = [[sum(o[s]) / 3 for o in others] for s in range(2)]
+        seeds = sum((a - b) ** 2 / 2 for a, b in means) / 2  # variance of two numbers, mean over steps
+        assert error[step] == pytest.approx(math.sqrt(problems + seeds * 1.5))
+
+
+@pytest.mark.parametrize("k", [3, 4, 7, 49])
+def test_a_crossing_exactly_on_a_step_is_that_step(k):
+    """Rounding must not put it one step later, or earlier."""
+    assert collapse.quadratic_step(math.log(2) / k**2, 0.0) == k
+    assert collapse.quadratic_step(0.0, math.log(2) / k) == k
+    assert collapse.curved_step(0.0, math.log(2) / k, 0.1) == k
+    assert collapse.curved_step(0.0, math.log(2) / k * (1 - 1e-12), 0.1) == k
+
+
+def test_gamma_weighs_the_misfit_against_its_own_noise():
+    """The documented criterion, a gamma at a time: squared residuals over their variance, plus the prior."""
+    k = np.arange(1.0, 9.0)
+    noisy = 8e-4 * k**2 * np.array([1.1, 0.9, 1.05, 0.93, 1.12, 0.97, 1.2, 1.25])
+    fit = collapse.fit_collapse(k, noisy, curvature=True)
+    gammas = collapse.CURVATURES / 8
+    misfits = []
+    for gamma in gammas:
+        drift = np.square(collapse.curved(gamma, k))
+        a, b = collapse._relative_nnls(drift[None], k, noisy[None, None])[0, 0]
+        misfits.append(sum((noisy[i] / (a * drift[i] + b * k[i]) - 1) ** 2 for i in range(8)))
+    cost = [m / (min(misfits) / 5) + (gamma * 8 / 0.5) ** 2 for m, gamma in zip(misfits, gammas, strict=True)]
+    assert fit.gamma == gammas[int(np.argmin(cost))]
+    assert (
+        fit.gamma
+        != gammas[int(np.argmin([m / min(misfits) + (g * 16) ** 2 for m, g in zip(misfits, gammas, strict=True)]))]
+    )
+
+
 def test_a_shortfall_needs_two_on_policy_runs_and_takes_more():
     run = np.full((6, 1), 0.5)
     others = [np.full((6, 1), 0.7 + 0.01 * i) for i in range(3)]

@@ -67,7 +67,7 @@ def test_longest_run():
 
 def test_a_run_without_a_probe():
     with pytest.raises(BadInput, match="no probe_ess"):
-        compare.first_sync(pl.DataFrame({"step": [0]}))
+        compare.first_probe(pl.DataFrame({"step": [0]}))
 
 
 def test_a_variance_that_comes_back_is_no_early_measurement():

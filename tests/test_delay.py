@@ -102,6 +102,8 @@ def test_critical_tau_is_where_the_gain_passes_the_closed_form():
         between = (delay.critical_gain(tau) + delay.critical_gain(tau + 1)) / 2
         assert delay.critical_tau(0.0, -between, 1.0) == tau
     assert delay.critical_tau(0.0, -1e-6, 1.0, most=20) == math.inf
+    assert delay.critical_tau(0.0, -0.7, 1.0, most=2) == 1  # lag 2 itself is looked at: .7 is above its .618
+    assert delay.critical_tau(0.0, -0.7, 1.0, most=1) == math.inf
 
 
 @pytest.mark.parametrize("tau", [0, 2])

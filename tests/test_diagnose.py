@@ -1,222 +1,232 @@
-"""Reported cases with their right verdict and value, beside variants that must not be flagged; the battery, small."""
+"""The command end to end, the diagnosis in chunks against the whole, and against exact numbers of a tabular case."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
-from benchmarks import battery
-from sandbox import judgement, semantics
+from benchmarks import battery, synthetic
+from realmodel import cli, diagnosis
+from sandbox import exact, policy, problems
 from sandbox.diagnose import diagnose
-from sandbox.rollouts import collect
+from sandbox.evidence import collect
+from sandbox.ranking import rank_corrections
+from tests.dump_files import write_lines
 
 
-def of(*rows):
-    return diagnose(collect(list(rows)))
+def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows]
 
 
-def codes(outcome):
-    return {f["code"] for f in outcome["findings"]}
+@pytest.fixture(scope="module")
+def lagging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("dump") / "lag.jsonl", plain(synthetic.rows("lag", 0)))
 
 
-def row(q, mu, pi=None, **more):
-    return {"logp_rollout": q, "logp_sync": mu, "logp_train": mu if pi is None else pi, **more}
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["mismatch", "diagnose", *map(str, arguments)])
+    return cli.main()
 
 
-def test_temperature_is_fitted_where_distributions_are_at_hand():  # P01
-    logits = np.array([[2.0, 1.0, 0.0]])
-    raw = logits - np.log(np.exp(logits).sum())
-    tempered = 2 * logits - np.log(np.exp(2 * logits).sum())
-    assert raw[0, 0] == pytest.approx(-0.4076, abs=1e-4)
-    assert tempered[0, 0] == pytest.approx(-0.1429, abs=1e-4)
-    assert semantics.fit_temperature(raw, tempered) == pytest.approx(0.5, rel=1e-5)
-    assert semantics.fit_temperature(tempered, raw) == pytest.approx(2.0, rel=1e-5)
-    assert semantics.fit_temperature(raw, raw) == pytest.approx(1.0, rel=1e-5)
+KEYS = ("verdict", "findings", "refused", "n_responses", "n_tokens", "discrepancy", "lag", "total", "cross_term",
+        "lag_share", "ess", "kl_sampler_train", "by_step", "collapse_prediction", "advice")  # fmt: skip
 
 
-def test_a_high_correlation_does_not_hide_a_temperature():  # P02
+def test_json_is_one_object_with_the_promised_keys(lagging: Path, monkeypatch, capsys):
+    assert run(monkeypatch, lagging, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(KEYS) <= told.keys()
+    assert {"raw", "n", "interval", "pareto_k"} <= told["ess"]["sequence"].keys() & told["ess"]["token"].keys()
+    assert all({"code", "severity", "message", "evidence"} == f.keys() for f in told["findings"])
+    rows = synthetic.rows("lag", 0)
+    q, mu, pi = (np.concatenate([r[k] for r in rows]) for k in ("logp_rollout", "logp_sync", "logp_train"))
+    assert told["n_tokens"] == len(q)
+    assert told["discrepancy"] == pytest.approx(np.mean((mu - q) ** 2))
+    assert told["cross_term"] == pytest.approx(2 * np.mean((mu - q) * (pi - mu)))
+    assert told["total"] == pytest.approx(told["discrepancy"] + told["lag"] + told["cross_term"])
+    w = np.exp([r["logp_train"].sum() - r["logp_rollout"].sum() for r in rows])
+    assert told["ess"]["sequence"]["raw"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
+    w = np.exp(pi - q)
+    assert told["ess"]["token"]["raw"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
+    k1, k2, k3 = -np.mean(pi - q), np.mean((pi - q) ** 2) / 2, np.mean(np.expm1(pi - q) - (pi - q))
+    assert told["kl_sampler_train"] == pytest.approx({"k1": k1, "k2": k2, "k3": k3})
+
+
+def test_the_page_says_unit_stage_direction_and_n(lagging: Path, monkeypatch, capsys, tmp_path: Path):
+    assert run(monkeypatch, lagging, "--out", tmp_path / "told") == 0
+    page = capsys.readouterr().out
+    assert page.startswith("VERDICT: lag")
+    assert len(page.splitlines()) < 70
+    outcome, _ = diagnosis.run((lagging,), None, (), None, False)
+    for line in diagnosis.numbers(outcome):
+        assert line["unit"]
+        assert line["stage"] in ("raw", "truncated at 2")
+        assert isinstance(line["n"], int)
+    html = (tmp_path / "told" / "report.html").read_text()
+    assert html.count("<figure>") == 5
+    for title in ("The split over steps", "ESS by step", "own curve", "Log ratios", "Profile by position"):
+        assert title in html
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://cre", ""
+    )
+    assert json.loads((tmp_path / "told" / "diagnosis.json").read_text())["verdict"] == "lag"
+
+
+def test_map_and_lag_are_the_users_word(tmp_path: Path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
-    q = -rng.exponential(1.5, 400)
-    outcome = of(row(q, np.minimum(q / 0.7 + 0.05 * rng.standard_normal(400), 0)))
-    finding = next(f for f in outcome["findings"] if f["code"] in ("temperature", "raw_logprobs"))
-    assert outcome["verdict"] == "semantics"
-    assert finding["evidence"]["slope"] == pytest.approx(1 / 0.7, rel=0.02)
-    assert finding["evidence"]["correlation"] > 0.99
-    noisy = of(row(q, np.minimum(q + 0.05 * rng.standard_normal(400), 0)))
-    assert not codes(noisy) & {"temperature", "raw_logprobs"}
-
-
-@pytest.mark.parametrize("d", [(math.log(0.8),) * 2, (-0.0513, -0.2231, 0.0)])
-def test_truncated_support(d):  # P04
-    q = np.array([-0.47, -0.9808, -0.3][: len(d)])
-    outcome = of(*[row(q, q + np.array(d))] * 20)
-    assert outcome["verdict"] == "semantics"
-    finding = next(f for f in outcome["findings"] if f["code"] == "truncated_support")
-    assert finding["evidence"]["kept_mass"] == pytest.approx(np.exp(d).mean(), rel=1e-12)
-    assert ("varies by prefix: subtracting" in finding["message"]) == (len(set(d)) > 1)
-
-
-@pytest.mark.parametrize("d", [0.05, 0.0])
-def test_a_positive_or_no_offset_is_no_truncation(d):  # P49: the counter-case
-    q = np.full(10, -1.0)
-    outcome = of(row(q, q + d), row(np.full(100, -1.0), np.full(100, -1.0 + d)))
-    assert "truncated_support" not in codes(outcome)
-    assert outcome["ess"]["token"]["raw"] == pytest.approx(1.0)
-    w = np.exp(d * np.array([10, 100]))
-    assert outcome["ess"]["sequence"]["raw"] == pytest.approx(w.sum() ** 2 / (2 * (w**2).sum()))
-    assert outcome["ess"]["sequence"]["raw"] == pytest.approx(0.511 if d else 1.0, abs=5e-4)
-
-
-def test_shift():  # P08
-    q = [-0.1, -2.3, -0.05, -1.2]
-    finding = next(f for f in of(row(q, [-2.3, -0.05, -1.2, -0.7]))["findings"] if f["code"] == "shift")
-    assert finding["evidence"]["aligned_mean_abs"] == 0.0
-    assert finding["evidence"]["mean_abs"] == pytest.approx(1.525)
-    assert finding["evidence"]["n_tokens"] == 3
-    assert "left by 1" in finding["message"]
-    right = of(row(q, [-0.7, -0.1, -2.3, -0.05]))
-    assert "right by 1" in next(f["message"] for f in right["findings"] if f["code"] == "shift")
-    assert "shift" not in codes(of(row(q, [-0.15, -2.0, -0.05, -1.5])))
+    q = -rng.exponential(size=(9, 20)) - 0.5
+    rows = [
+        {"sampler": x.tolist(), "trainer": (x + rng.normal(0, 0.1, 20)).tolist(), "logp_old": (x + d).tolist()}
+        for x, d in zip(q, np.tile([0.05, -0.05], 90).reshape(9, 20), strict=True)
+    ]
+    files = write_lines(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
+    pl.DataFrame(rows).write_parquet(files[1])
+    for file in files:
+        names = ("--map", "logp_rollout=sampler", "logp_train=trainer")
+        assert run(monkeypatch, file, *names, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "not_identifiable"
+        assert run(monkeypatch, file, *names, "--lag", 0, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["discrepancy"] == pytest.approx(0.05**2)
+        assert told["staleness"]["mean"] == 0
+        assert run(monkeypatch, file, "--map", "logp_rollout=missing") == 2
+        assert "has no column 'missing' for logp_rollout; it has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("rows", "ess", "n"),
+    ("arguments", "told"),
     [
-        ([row([-0.2, -0.3, 0.0], [-0.2, -0.3, -4.60517])], 1.0, 2),  # P09
-        ([row([-0.4, -9999, -0.6], [-0.4, -0.5, -0.6])], 1.0, 2),  # P11
-        ([row([-0.4, None, -0.6], [-0.4, -0.5, -0.6]), row([math.nan] * 3, [-0.1] * 3)], 1.0, 2),  # P12
-        (
-            [row([-0.1, -0.2, -0.3], [-0.1, -4.0, -0.3], token_ids=[1, 2, 3], trainer_token_ids=[1, 5, 3])],
-            1.0,
-            1,
-        ),  # P06
+        ((), "give at least one"),
+        (("nowhere",), "nowhere does not exist"),
+        ((__file__,), "neither Parquet nor JSON lines"),
+        ((__file__, "--lag", "-1"), "lag is -1"),
+        ((__file__, "--map", "logp_rollout"), "expected canonical=theirs"),
+        ((__file__, "--map", "logp=x"), "'logp' is no column"),
+        ((__file__, "--map", "mask=x", "mask=y"), "given twice"),
+        ((__file__, "--format", "verl"), "format is 'verl'"),
     ],
 )
-def test_bad_tokens_enter_no_number(rows, ess, n):
-    outcome = of(*rows)
-    assert outcome["n_tokens"] == n
-    assert outcome["ess"]["token"]["raw"] == ess
-    assert outcome["total"] == pytest.approx(0.0, abs=1e-20)
-    assert outcome["refused"]
+def test_bad_input_is_one_line_and_status_2(arguments: tuple, told: str, monkeypatch, capsys):
+    assert run(monkeypatch, *arguments) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert (said.out, said.err.count("\n")) == ("", 1)
 
 
-def test_a_token_that_the_trainer_rules_out_stays_in_n():  # P13 a
-    outcome = of(*[row([-0.7], [x]) for x in (-0.7, -0.7, -math.inf, -0.7)])
-    assert outcome["ess"]["sequence"]["raw"] == 0.75
-    assert not outcome["refused"]
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) if isinstance(a, float) else a == b
 
 
-def test_the_split_with_its_cross_term():  # P48
-    outcome = of(row([-1, -0.5, -2, -0.1], [-1.02, -0.49, -2.05, -0.10], [-0.90, -0.55, -1.70, -0.12]))
-    assert outcome["discrepancy"] == pytest.approx(7.5e-4)
-    assert outcome["lag"] == pytest.approx(0.035225)
-    assert outcome["cross_term"] == pytest.approx(-0.01025)
-    assert outcome["total"] == pytest.approx(0.025725)
-    assert outcome["lag_share"] == pytest.approx(0.979, abs=5e-4)
-    assert outcome["verdict"] == "lag"
+def test_chunks_of_a_dump_say_what_the_whole_says():
+    rows = synthetic.rows("partial rollouts", 3)
+    rows[7]["mask"] = np.zeros_like(rows[7]["mask"])
+    rows[9]["logp_train"][2] = -math.inf
+    seen: set = set()
+    pieces = [synthetic.chunk(rows[a : a + 50], seen=seen) for a in range(0, len(rows), 50)]
+    assert same(diagnose(pieces), diagnose([synthetic.chunk(rows)]))
 
 
-def test_lag_zero_is_the_intercept_or_nothing_is_identified():  # P48, without logp_sync
-    def stale(lag, square):
-        q = np.full(50, -1.0)
-        t = math.sqrt(square) * np.tile([1.0, -1.0], 25)
-        return {"logp_rollout": q, "logp_train": q + t, "version_rollout": 5 - lag, "version_train": 5}
-
-    outcome = of(stale(0, 1e-4), stale(1, 5e-4), stale(2, 1.7e-3))
-    assert outcome["discrepancy"] == pytest.approx(1e-4)
-    assert [x["lag_share"] for x in outcome["by_lag"]] == pytest.approx([0, 0.8, 0.941], abs=5e-4)
-    assert of(stale(1, 5e-4), stale(2, 1.7e-3))["verdict"] == "not_identifiable"
-
-
-def test_frozen_weights_leave_only_numerics():  # P47
-    q = np.array([-1.0, -0.5, -2.0, -0.1])
-    outcome = of(row(q, q + np.array([0.03, -0.02, 0.05, 0.0])))
-    assert outcome["lag_share"] == 0.0
-    assert "clip_budget" not in codes(outcome)
-    assert outcome["discrepancy"] == pytest.approx((0.03**2 + 0.02**2 + 0.05**2) / 4)
-    assert outcome["kl_sampler_train"]["k3"] < 5e-4  # so small that it is no trouble
-    assert outcome["verdict"] == "healthy"
-    wide = of(row(q, q + np.array([0.03, -0.3, 0.05, 0.0])))
-    assert wide["verdict"] == "numerics"
-    spent = next(f for f in wide["findings"] if f["code"] == "clip_budget")
-    assert spent["evidence"]["share_outside"] == 0.25
+def test_a_sample_of_a_dump_keeps_whole_responses_and_every_step():
+    rows = synthetic.rows("mixture", 0)
+    collected = collect([synthetic.chunk(rows)], sample_tokens=4000)
+    sample = collected.sample
+    assert 1500 < len(sample) <= 4000
+    kept, counts = np.unique(sample.response, return_counts=True)
+    assert counts.tolist() == [len(rows[i]["logp_rollout"]) for i in kept]
+    assert {rows[i]["step"] for i in kept} == set(range(12))
+    assert collected.n_tokens == sum(len(r["logp_rollout"]) for r in rows)
+    assert diagnose([synthetic.chunk(rows)], sample_tokens=4000)["verdict"] == "numerics"
 
 
-def test_old_at_current_weights_is_not_identifiable():  # P37
-    stale = {"logp_rollout": [-1.0], "logp_train": [-0.7], "version_rollout": 5, "version_train": 8}
-    outcome = of(stale | {"logp_old": [-0.7]})
-    assert outcome["verdict"] == "not_identifiable"
-    assert "recomputed_old" in codes(outcome)
-    assert math.isnan(outcome["discrepancy"])
-    assert "recomputed_old" not in codes(of(stale | {"logp_old": [-0.7], "version_rollout": 8}))
-
-
-def test_a_correction_applied_twice():  # P38
-    once = {"logp_rollout": [math.log(0.5)], "logp_sync": [math.log(0.5)], "logp_train": [math.log(0.75)]}
-    assert of(once | {"weight": 2.25})["verdict"] == "semantics"
-    assert "double_correction" not in codes(of(once | {"weight": 1.5}))
-
-
-def test_lag_counts_from_generation_to_consumption():  # P40, P42, P44
-    one = row([-0.1] * 3, [-0.1] * 3)
-    assert of(one | {"version_rollout": 5, "version_train": 8})["lag_versions"]["mean"] == 3
-    some = of(one | {"version_rollout": [5, None, 6], "version_train": 6})
-    assert some["lag_versions"]["mean"] == 0.5
-    assert some["lag_versions"]["coverage"] == pytest.approx(2 / 3)
-    assert {"missing_version", "mixed_versions"} <= codes(some)
-    four = [of(one | {"version_rollout": 5, "version_train": 6 + k})["lag_versions"]["mean"] for k in range(4)]
-    assert four == [1, 2, 3, 4]
-    assert not {"missing_version", "mixed_versions"} & codes(of(one | {"version_rollout": 6, "version_train": 6}))
-
-
-def test_bfloat16_grid_states_its_resolution():  # P51
-    rng = np.random.default_rng(1)
-    mu = -1 - rng.random(60)
-    finding = next(f for f in of(row(battery.bfloat16(mu), mu))["findings"] if f["code"] == "low_precision_grid")
-    assert finding["evidence"]["resolution"] == pytest.approx(2**-7)  # between 1 and 2
-    assert "low_precision_grid" not in codes(of(row(mu, mu)))
-    assert "low_precision_grid" not in codes(of(row(np.tile([-0.5, -1.0], 30), np.tile([-0.5, -1.0], 30))))
-
-
-def test_ranks_are_not_averaged():  # P20 to P23
-    heavy = [row([-3.0], [-3.0 + x], rank=r) for r, x in ((0, 0.0), (0, 0.0), (1, 2.0), (1, 2.0))]
-    finding = next(f for f in of(*heavy)["findings"] if f["code"] == "per_rank_ess")
-    w = np.exp([0, 0, 2.0, 2.0])
-    assert finding["evidence"] == {
-        "mean_of_ranks": pytest.approx(1.0),
-        "global": pytest.approx(w.sum() ** 2 / (4 * (w**2).sum())),
-    }
-    assert "per_rank_ess" not in codes(of(*[row([-3.0], [-3.0], rank=r) for r in (0, 0, 1, 1)]))
-
-
-def test_levels_and_collapse():  # P55
-    assert judgement.reference_level(1e-2)["position"] == {"dense": "above", "mixture of experts": "within"}
-    assert judgement.reference_level(1e-4)["position"] == {"dense": "within", "mixture of experts": "below"}
-    rng = np.random.default_rng(2)
+def test_against_the_exact_numbers_of_a_case():
+    """n = 20,000 draws from q; exact KL and ESS within four standard errors (false alarm below 1 in 10,000 each)."""
+    rng = np.random.default_rng(7)
+    problem = problems.state_machine(rng, 12, 5, 10)
+    pi = policy.log_policy(rng.normal(size=problem.shape))
+    mu, q = (
+        policy.log_policy(pi + 0.1 * rng.normal(size=pi.shape)),
+        policy.log_policy(pi + 0.15 * rng.normal(size=pi.shape)),
+    )
     rows = []
-    for k in range(1, 9):  # Var of the log ratio is 1e-4 k^2: ln 2 at 83.3
-        x = rng.standard_normal(1000)
-        for value in 0.01 * k * (x - x.mean()) / x.std():
-            rows.append(row([-1.0], [-1.0], [-1.0 + value], version_rollout=0, version_train=k))
-    prediction = of(*rows)["collapse_prediction"]
-    assert prediction["ess_step"] == pytest.approx(math.sqrt(math.log(2) / 1e-4), abs=1)
-    assert prediction["sync_period"] == math.ceil(prediction["ess_step"]) - 1
+    for pairs in policy.draw(problem, q[None], rng.random((1, 20_000, 10)))[0]:
+        pairs = pairs[pairs >= 0]
+        rows.append({"logp_rollout": q.ravel()[pairs], "logp_sync": mu.ravel()[pairs], "logp_train": pi.ravel()[pairs]})
+    told = diagnose([synthetic.chunk(rows)])
+    per_response = [
+        np.sum(np.expm1(r["logp_train"] - r["logp_rollout"]) - r["logp_train"] + r["logp_rollout"]) for r in rows
+    ]
+    error = np.std(per_response) / math.sqrt(len(rows)) / 10
+    assert told["kl_sampler_train"]["k3"] == pytest.approx(exact.kl(problem, q, pi) / 10, abs=4 * error)
+    low, high = told["ess"]["sequence"]["interval"]
+    value = told["ess"]["sequence"]["raw"]
+    assert value == pytest.approx(exact.ess(problem, pi, q), abs=4 * (high - low) / 3.29)
 
 
-@pytest.mark.parametrize("cause", battery.CAUSES)
-def test_battery(cause):
-    verdict, right, found = battery.judged(battery.dump(cause, 0), cause)
+def test_corrections_rank_by_squared_error_of_the_update():
+    """Tokens of one response each: bias and variance of the update, written out for token TIS at 2."""
+    rng = np.random.default_rng(0)
+    t = rng.normal(0, 1.3, 3000)
+    advantage = rng.normal(0, 1, 3000) + 0.4 * t
+    rows = [
+        {"logp_rollout": [-6.0], "logp_train": [-6.0 + x], "logp_sync": [-6.0], "advantage": a, "step": i // 30}
+        for i, (x, a) in enumerate(zip(t, advantage, strict=True))
+    ]
+    ranked = {row["correction"]: row for row in rank_corrections(collect([synthetic.chunk(rows)]), True)}
+    exact_weight, score = np.exp(t) / np.exp(t).mean(), t - t.mean()
+    target = np.mean(exact_weight * advantage * score)
+    unit = math.sqrt(np.mean(exact_weight * (advantage * score - target) ** 2) / 30)
+    weight = np.minimum(np.exp(t), 2)
+    update = weight / weight.mean() * advantage * score
+    assert ranked["tis"]["bias"] == pytest.approx(abs(update.mean() - target) / unit, rel=1e-6)
+    assert ranked["tis"]["noise"] == pytest.approx(update.std() / math.sqrt(30) / unit, rel=1e-6)
+    assert ranked["seq_is"]["bias"] < 1e-9 < ranked["tis"]["bias"]
+    assert list(ranked) == sorted(ranked, key=lambda name: ranked[name]["error"])
+    # at 30 responses a step the noise of the unbiased weight costs more than it is worth; at 3,000 it does not
+    assert ranked["tis"]["error"] < ranked["seq_is"]["error"]
+    at_once = collect([synthetic.chunk([row | {"step": 0} for row in rows])])
+    assert rank_corrections(at_once, True)[0]["correction"] == "seq_is"
+
+
+def test_collapse_prediction_from_the_runs_own_curve():
+    """Var of the log ratio is 1e-4 k^2, so that it passes ln 2 at k = 83.3."""
+    x = np.random.default_rng(2).standard_normal(1000)
+    x = (x - x.mean()) / x.std()
+    rows = [
+        {"logp_rollout": [-4.0], "logp_sync": [-4.0], "logp_train": [-4.0 + 0.01 * k * v], "version_rollout": 0}
+        | {"version_train": k}
+        for k in range(1, 9)
+        for v in x
+    ]
+    told = diagnose([synthetic.chunk(rows)])["collapse_prediction"]
+    assert told["ess_step"] == pytest.approx(math.sqrt(math.log(2) / 1e-4), abs=2)
+    assert told["sync_period"] == told["ess_step"] - 1
+    assert told["observed_ess_step"] is None or math.isnan(told["observed_ess_step"])
+    blind = [{k: v for k, v in row.items() if k != "logp_sync"} for row in rows]
+    assert (
+        diagnose([synthetic.chunk(blind)])["collapse_prediction"]["why"] == "neither logp_sync nor responses of lag 0"
+    )
+
+
+@pytest.mark.parametrize("cause", synthetic.CAUSES)
+def test_battery(cause: str):
+    verdict, right, found = battery.judged(cause, 0)
     assert right, (verdict, found)
 
 
-@pytest.mark.parametrize(
-    ("cause", "others"),
-    [
-        ("numerics", {"mixture_tail", "discrepancy_not_constant", "hidden_staleness", "low_precision_grid"}),
-        ("healthy", {"prediction_failed", "ess_collapse", "temperature", "truncated_support", "shift"}),
-        ("growing discrepancy", {"hidden_staleness"}),
-        ("lag", {"hidden_staleness", "recomputed_old", "temperature", "raw_logprobs"}),
-    ],
-)
-def test_counter_cases(cause, others):
-    assert not others & set(battery.judged(battery.dump(cause, 1), cause)[2])
+NEVER = {"numerics": {"mixture_tail", "discrepancy_not_constant", "hidden_staleness", "low_precision_grid"},
+         "healthy": {"prediction_failed", "ess_collapse", "temperature", "truncated_support", "shift", "retokenised"},
+         "growing discrepancy": {"hidden_staleness"}, "bfloat16 logits, sure": {"mixture_tail", "hidden_staleness"},
+         "lag": {"hidden_staleness", "recomputed_old", "temperature", "raw_logprobs"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", NEVER)
+def test_sound_neighbours(cause: str):
+    assert not NEVER[cause] & set(battery.judged(cause, 1)[2])

@@ -161,7 +161,10 @@ def test_pareto_k_is_arvizs_and_needs_only_the_largest():
 
 def test_pareto_k_by_rule():
     rng = np.random.default_rng(0)
-    assert diagnostics.pareto_k(np.zeros(100)) == -math.inf  # equal weights: no tail
+    for equal in (0.0, 3.0, -3.0):
+        assert diagnostics.pareto_k(np.full(100, equal)) == -math.inf  # equal weights: no tail
+    small = rng.normal(size=200)
+    assert diagnostics.pareto_k(small - 50.0) == pytest.approx(diagnostics.pareto_k(small), rel=1e-9)
     assert math.isnan(diagnostics.pareto_k(rng.normal(size=24)))  # too few
     assert math.isfinite(diagnostics.pareto_k(rng.normal(size=25)))
     assert math.isnan(diagnostics.pareto_k(np.array([math.nan, *rng.normal(size=99)])))
@@ -184,6 +187,14 @@ def test_bootstrap_interval_covers_and_respects_prompts():
         )
         hits += low <= true <= high
     assert 156 <= hits <= 196
+    spread, times = 2.0 * rng.normal(size=50), diagnostics.resamples(rng, 50, replicates=100)
+    near = diagnostics.ess_interval(spread, times)
+    for far in (700.0, -700.0):  # squares of such weights overflow, or are 0
+        assert diagnostics.ess_interval(spread + far, times) == pytest.approx(near, rel=1e-9)
+    tiny, none = (
+        np.r_[spread[1:], x] for x in (-800.0, -math.inf)
+    )  # e^800 overflows: the largest is the one to subtract
+    assert diagnostics.ess_interval(tiny, times) == pytest.approx(diagnostics.ess_interval(none, times), rel=1e-12)
     group = np.repeat(np.arange(80), 5)
     log_weight = 0.5 * rng.normal(size=80)[group]  # one number a prompt: as if n were 80
     widths = [
@@ -202,6 +213,8 @@ def test_bootstrap_interval_covers_and_respects_prompts():
 def test_top_share_and_chi2():
     assert diagnostics.top_share(np.log(np.r_[np.ones(99), 101.0])) == pytest.approx(101 / 200)
     assert diagnostics.top_share(np.log([1.0, 3.0])) == 0.75
+    for far in (800.0, -800.0):  # e^800 overflows, e^-800 is 0
+        assert diagnostics.top_share(far + np.log([1.0, 3.0])) == pytest.approx(0.75, rel=1e-12)
     assert math.isnan(diagnostics.top_share(np.zeros(0)))
     w = np.array([1.0, 2.0, 6.0])
     assert diagnostics.chi2(np.log(w)) == pytest.approx((w**2).mean() / w.mean() ** 2 - 1)

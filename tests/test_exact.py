@@ -73,6 +73,21 @@ def test_gradient_equals_finite_differences_to_six_digits(case, seed):
     )
 
 
+def test_the_gradient_of_the_kl_to_uniform_where_responses_end_early():
+    """Central differences. Their length then depends on the policy, and the constant log V of every token counts."""
+    transition = [[1, -1, 2], [2, 1, -1], [-1, 0, 1]]
+    problem = Problem(transition, np.zeros((3, 3)), 5)  # type: ignore[arg-type]
+    logits, h = random_logits(np.random.default_rng(0), problem), 1e-5
+    uniform = np.full((3, 3), -math.log(3))
+    slope = np.empty((3, 3))
+    for index in np.ndindex(3, 3):
+        unit = np.zeros((3, 3))
+        unit[index] = h
+        ahead, behind = (reference.kl(problem, log_policy(logits + s * unit), uniform) for s in (1, -1))
+        slope[index] = (ahead - behind) / (2 * h)
+    assert_allclose(exact.kl_gradient(problem, log_policy(logits)), slope, rtol=1e-6, atol=1e-9)
+
+
 @given(strategies.problems_with_policies())
 def test_renyi_divergence_is_at_least_the_kl_which_is_at_least_0(case):
     problem, (pi, mu, q) = case

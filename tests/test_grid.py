@@ -40,7 +40,12 @@ def test_the_default_study_and_its_file_agree():
     asked = config.load(ROOT / "realmodel/configs/validate.toml", Study)
     assert asked == Study()
     runs = validation.planned(asked)
-    assert len(runs) == 12 * 3
+    assert len(runs) == 17 * 3
+    assert {name for name, run in runs.items() if run.model == "small-moe"} == {
+        f"mixture-{kind}-{seed}" for kind in ("none", "cis", "raised") for seed in (1, 2, 3)
+    }
+    assert len(validation.planned(replace(asked, mixture=""))) == 14 * 3
+    assert (runs["fast-tis-2"].learning_rate, runs["stale-tis-2"].learning_rate) == (4e-4, 1e-4)
     assert runs["exact-2"].engine.kind == "exact"
     assert runs["off-dlc-1"].engine.offset_sd == 0.3
     assert runs["on-policy-3"].engine.offset_sd == 0.0
@@ -75,6 +80,7 @@ def test_scores_by_hand():
             "quadratic": [25.0, math.inf, 9.0, 100.0, 3.0, 22.0, 15.0],
             "curved": [20.0, 8.0, math.nan, 1.0, 1.0, math.inf, math.inf],
             "twin": [math.nan] * 7,
+            "path": [5.0, math.inf, math.nan, 5.0, 5.0, 5.0, 5.0],
             "constant": [10.0] * 7,
         }
     )
@@ -116,7 +122,8 @@ def test_the_twin_of_a_tree_is_the_tree():
 def steps(var: np.ndarray, rate: np.ndarray, **more: np.ndarray | list) -> pl.DataFrame:
     k = np.arange(len(var))
     columns = {
-        "version_rollout": 0 * k,
+        "probe_version": 0 * k,
+        "version_train": k,
         "steps_since_sync": k,
         "probe_ess": np.exp(-var),
         "probe_ess_se": 0.01 + 0 * var,
@@ -140,7 +147,7 @@ def test_rows_of_a_grids_folder(tmp_path):
     with pytest.raises(BadInput, match="no finished stale run"):
         grid.rows(asked, tmp_path)
     for seed in (1, 2):
-        finished(tmp_path / f"lr-0.0001/on-policy-{seed}", steps(0.0 * k, 0.6 + 0.002 * seed + 0.0 * k))
+        finished(tmp_path / f"lr-0.0001/on-policy-{seed}", steps(1e-3 / seed * k**2, 0.6 + 0.002 * seed + 0.0 * k))
         var = 1e-3 * seed * k**2 + 2e-3 * k
         finished(tmp_path / f"lr-0.0001/float32/none-{seed}", steps(var, np.where(k >= 30, 0.4, 0.6)))
     finished(tmp_path / "lr-0.0001/float32/tis-1", steps(0.002 * k, 0.6 + 0.0 * k))
@@ -153,6 +160,7 @@ def test_rows_of_a_grids_folder(tmp_path):
     assert (first["constant"], second["constant"]) == (second["observed"], first["observed"])
     assert corrected["observed"] == corrected["quadratic"] == math.inf
     assert corrected["failure_step"] == math.inf
+    assert corrected["path"] == first["path"] == (27 + 38) / 2  # sqrt(ln 2 / 1e-3) = 26.3, sqrt(2 ln 2 / 1e-3) = 37.2
     grid.save(table, grid.curves(asked, tmp_path), tmp_path)
     curves = pl.read_parquet(tmp_path / "curves.parquet")
     assert curves["run"].unique(maintain_order=True).to_list() == table["run"].to_list()
@@ -180,13 +188,17 @@ def evidence(**changes) -> Evidence:
         "stale-none": [run(2e-3 * k**2, np.where(k > 5, 0.4 + 0.01 * s, 0.7)) for s in seeds],
         "stale-tis": [run(1e-3 * k**2, np.where(k > 22, 0.6, 0.7)) for s in seeds],
         "dlc": [run(0.002 * k) for s in seeds],
-        "tis-ess": [run(0.01 * k) for s in seeds],
-        "tis-kl": [run(0.03 * k) for s in seeds],
         "stale-cis": [run(0.01 * k, flat + 0.001 * s) for s in seeds],
         "stale-raised": [run(0.01 * k, flat - 0.05 + 0.002 * s) for s in seeds],
         "off-none": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
         "off-tis": [run(0.0 * k, flat + 0.002 * s) for s in seeds],
         "off-dlc": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
+        "mixture-cis": [run(0.01 * k, flat + 0.003 * s) for s in seeds],
+        "mixture-raised": [run(0.01 * k, flat - 0.02 + 0.001 * s) for s in seeds],
+        "fast-on-policy": [run(0.0 * k, flat + 0.001 * s) for s in seeds],
+        "fast-tis": [run(1e-3 * k**2, np.where(k > 22, 0.6, 0.7)) for s in seeds],
+        "fast-tis-ess": [run(0.01 * k) for s in seeds],
+        "fast-tis-kl": [run(0.03 * k) for s in seeds],
     }
     kl = {"dlc": [0.15, 0.19, 0.1], "stale-none": [5.0, 6.0, 7.0], "stale-tis": [0.3, 0.4, 0.5]}
     return Evidence(table | changes, kl, [0.09, 0.1, 0.11], {}, 0.5)
@@ -198,8 +210,8 @@ def evidence(**changes) -> Evidence:
         ("C1", lambda e: {"stale-none": [s.with_columns(cross_term=-pl.col("lag")) for s in e.steps["stale-none"]]}),
         ("C2", lambda e: {"stale-none": [s.with_columns(lag=pl.lit(1e-4)) for s in e.steps["stale-none"]]}),
         ("C4", lambda e: {"stale-none": e.steps["stale-tis"]}),
-        ("C5", lambda e: {"stale-tis": e.steps["stale-none"]}),
-        ("C7", lambda e: {"tis-kl": e.steps["dlc"]}),
+        ("C5", lambda e: {"fast-tis": e.steps["stale-none"]}),
+        ("C7", lambda e: {"fast-tis-kl": e.steps["dlc"]}),
         ("C9", lambda e: {}),
         ("C10", lambda e: {"exact": [s.with_columns(total=pl.lit(1e-20)) for s in e.steps["exact"]]}),
         ("C11", lambda e: {"off-none": e.steps["stale-none"], "off-tis": e.steps["stale-tis"]}),
@@ -249,6 +261,11 @@ def test_calibrated_second_moments_are_read_from_rollouts(tmp_path):
     assert told.measured["second_moment"] == pytest.approx([(16 / 9 + 1 / 4) / 2] * 3)
     assert told.verdict == "holds"
     assert told.value == pytest.approx(0.05 - 0.002)
+    mixture = next(claim for claim in claims.CLAIMS if claim.id == "C8 on a mixture of experts")
+    told = mixture.experiment(replace(evidence(), rollouts={"mixture-none": folders}))
+    assert (told.verdict, told.value) == ("holds", pytest.approx(0.02 + 0.004))
+    without = {kind: runs for kind, runs in evidence().steps.items() if not kind.startswith("mixture")}
+    assert mixture.experiment(replace(evidence(), steps=without)).verdict == "not tested"
     flipped = evidence(**{"stale-cis": evidence().steps["stale-raised"], "stale-raised": evidence().steps["stale-cis"]})
     assert claim.experiment(replace(flipped, rollouts={"stale-none": folders})).verdict == "fails"
 

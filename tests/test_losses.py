@@ -160,6 +160,10 @@ def test_accounts_report_both_denominators_and_wild_weights():
     assert account["rejected_fraction"] == pytest.approx(1 - kept / n)
     assert account["loss_kept"] == pytest.approx(account["loss_fixed"] * n / kept)
     assert account["alarm"] == ""
+    keep = batch.mask & (torch.arange(6) > 1)[:, None]
+    some = losses.accounts(batch, Corrected(corrected.weight, keep, 0.0))
+    counted = batch.mask.any(1)
+    assert 0 < some["rejected_responses"] == pytest.approx(1 - float(counted[2:].sum()) / float(counted.sum()))
     inf = Corrected(torch.full_like(corrected.weight, math.inf), batch.mask, 0.0)
     assert losses.accounts(batch, inf)["alarm"] == f"{n} weights are not finite"
 

@@ -141,8 +141,8 @@ def run_folder(path: Path, var: np.ndarray, ess: np.ndarray, rate: np.ndarray) -
     k = np.arange(len(var))
     pl.DataFrame(
         {
-            "version_rollout": 0 * k,
-            "steps_since_sync": k,
+            "probe_version": 0 * k,
+            "version_train": k,
             "probe_ess": ess,
             "probe_ess_se": 0 * var + 0.02,
             "probe_var_log_ratio": var,

@@ -123,6 +123,21 @@ def test_areal_reads_a_log_ratio_that_is_not_finite_as_weight_one():
         np.testing.assert_allclose((rule(batch).weight * batch.mask)[0, :2], expected[0], rtol=1e-6)
 
 
+def test_a_maximum_over_the_response_looks_at_counted_tokens_only():
+    """verl's seq_max_k2 by hand: k2 = d^2 / 2; the first response's largest is .08, the masked .5 is no token."""
+    d = np.array([[0.4, 1.0, -0.1], [0.2, -0.6, 0.1], [0.3, 0.3, 0.3]])
+    mask = np.array([[True, False, True], [True, True, True], [False, False, False]])
+    q = np.full((3, 3), -3.0)
+    rule = presets.Divergence("k2", "max", 0.1)
+    batch = Batch(np.where(mask, q + d, 0.0), np.where(mask, q, 0.0), mask, np.ones((3, 1)))
+    assert rule(batch).keep.tolist() == [[True, False, True], [False, False, False], [False, False, False]]
+
+
+def test_an_unlimited_displacement_of_the_log_odds_is_the_ratio():
+    q, d = np.log([0.9, 0.2, 0.5]), np.array([0.05, -0.7, 0.3])
+    np.testing.assert_allclose(presets.ratios.log_odds_limit(d, q, math.inf), np.exp(d), rtol=1e-14)
+
+
 def test_verl_bounds_q_over_pi_and_areal_counts_the_other_tail():
     """Documented as ratio bounds, verl's token_k1 "0.5_5.0" keeps r in [0.2, 2]; AReaL's k3 blows up where p << q."""
     ratio = np.array([[0.15, 0.21, 1.9, 2.1, 4.9]])

@@ -21,6 +21,7 @@ CASES = {
     "a rank of weight 0": ([0.3, -1.2], [-INF, -INF], [1.7], [-INF, 0.9]),
     "an infinite weight": ([INF, 0.0], [0.1], [], []),
     "far from 1": ([400.0, 398.5], [401.0], [-900.0], [399.0]),
+    "far apart": ([-800.0, 0.3], [0.1], [1.2, -900.0, 0.0], [0.0]),
     "all weights 0": ([-INF], [-INF, -INF], [], [-INF]),
     "no response at all": ([], [], [], []),
 }

@@ -38,9 +38,20 @@ def test_a_budget_buys_updates_and_syncs():
     assert best["best_period"].to_list() == [3.0] * 3
 
 
+def test_the_flat_part_holds_every_threshold_within_a_hundredth_of_the_gain():
+    """Gain .6: thresholds that reach .694 or more are as good as the best one's .7."""
+    reached = {0.1: 0.55, 0.3: 0.6939, 0.5: 0.6941, 0.7: 0.7, 0.9: 0.695, 0.95: 0.69}
+    table = pl.DataFrame({"cost": 1.0, "rule": "threshold", "value": list(reached), "return": list(reached.values())})
+    period = pl.DataFrame({"cost": [1.0], "rule": ["period"], "value": [3.0], "return": [0.5]})
+    best = staleness.optimum(pl.concat([table, period]), start=0.1)
+    assert best.select("best_threshold", "flat_from", "flat_to").row(0) == (0.7, 0.5, 0.9)
+
+
 def test_refusals():
-    with pytest.raises(BadInput, match="fewer than the budget"):
+    with pytest.raises(BadInput, match="runs have 6 steps, fewer than the budget of 7"):
         staleness.at_budget(by_hand(), 7)
+    with pytest.raises(BadInput, match="no rule of the kind period, expected"):
+        staleness.optimum(pl.DataFrame({"rule": []}), 0.1)
     with pytest.raises(BadInput, match=r"no run has threshold 0\.7"):
         staleness.optimum(staleness.at_budget(by_hand(), 6, [0.0]), 0.1, threshold=0.7)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from sandbox import collapse, exact, problems, simulate, theory
+from sandbox import collapse, exact, matrices, problems, simulate, theory
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import EssBelow, EveryK
@@ -151,6 +151,31 @@ def test_linearised_adds_the_noise_of_every_step_to_the_drift(sparse):
     silent, noisy = (theory.linearised(sparse, logits, 0.5, noise, 12, "centred")[0] for noise in (0.0, 0.01))
     assert_allclose(noisy - silent, 0.01 * np.arange(1, 13), rtol=1e-9)
     assert_allclose(silent[0], theory.closed_form(sparse, logits, 0.5, 256, "centred").a)
+
+
+def test_linearised_is_the_sum_of_powers_of_the_loop(sparse):
+    """x_k = eta sum_{j < k} (I + eta H)^j g0, with H as a dense matrix."""
+    logits = random_logits(np.random.default_rng(1), sparse, 0.8)
+    logp, eta = log_policy(logits), 2.0
+    grow = np.eye(sparse.shape[1]) + eta * matrices.h_blocks(sparse, logp)  # H is diagonal in blocks of states
+    power, x, curve = exact.gradient(sparse, logp), np.zeros(sparse.shape), []
+    for _ in range(6):
+        x = x + eta * power
+        power = np.einsum("sab,sb->sa", grow, power)
+        curve.append(theory.fisher_form(logp, exact.occupancy(sparse, logp), x))
+    told, _ = theory.linearised(sparse, logits, eta, 0.0, 6, "centred")
+    assert_allclose(told, curve, rtol=1e-5)
+    assert abs(told[5] / (36 * told[0]) - 1) > 1e-3  # the loop matters here
+
+
+def test_noise_term_of_a_number_of_responses_that_fills_no_chunk():
+    """Mean of 20 times 300 draws: standard error 4.5 %, bound 20 %, fixed seeds; a full last chunk makes 1.7."""
+    rng = np.random.default_rng(0)
+    problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)  # type: ignore[arg-type]
+    logp = log_policy(random_logits(rng, problem))
+    expected = reference.trace_fisher_covariance(problem, logp, False)
+    told = [theory.trace_fisher_covariance(problem, logp, "centred", np.random.default_rng(s), 300) for s in range(20)]
+    assert np.mean(told) == pytest.approx(expected, rel=0.2)
 
 
 def test_fit_of_the_mean_field_curve_predicts_its_collapse(sparse):

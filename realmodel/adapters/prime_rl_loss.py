@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from realmodel.adapters.rules import applied, named, refuse
+from realmodel.adapters.rules import allowed, applied
 from sandbox import losses
 from sandbox.batch import Batch
-from sandbox.corrections import Correction
 
 
 class Outputs(NamedTuple):
@@ -33,8 +32,7 @@ def loss(inputs: Any, correction: str = "tis", squared_mismatch: float = 0.0) ->
     Raises:
         BadInput: a rule that centres, divides by a batch mean, or needs mu.
     """
-    rule = named(correction, Correction)
-    refuse(rule, correction, "prime-rl's loss hook")
+    rule = allowed(correction, "prime-rl's loss hook")
     pi, q = inputs.trainer_logprobs[None], inputs.inference_logprobs[None]
     mask, advantage = inputs.loss_mask[None], inputs.advantages[None]
     batch = Batch(pi, q, mask, advantage)

@@ -42,6 +42,17 @@ def refuse(rule: Correction, name: str, hook: str, sees_batch: bool = False, see
         raise BadInput(f"{name} looks at the advantage, which {hook} is not given")
 
 
+@functools.cache
+def allowed(name: str, hook: str, sees_batch: bool = False, sees_advantage: bool = True) -> Correction:
+    """The correction of that name, once it is known that the hook can express it; looked up once, not at every call.
+
+    Raises BadInput as `named` and `refuse` do.
+    """
+    rule = named(name, Correction)
+    refuse(rule, name, hook, sees_batch, sees_advantage)
+    return rule
+
+
 def normalises(rule: Correction) -> bool:
     """Whether the rule divides by the mean weight of the batch."""
     if isinstance(rule, Compose):

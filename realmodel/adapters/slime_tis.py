@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realmodel.adapters.rules import applied, named, refuse
+from realmodel.adapters.rules import allowed, applied
 from sandbox.batch import Batch
-from sandbox.corrections import Correction
 from sandbox.errors import BadInput
 
 
@@ -42,26 +41,28 @@ def tis(
             context parallelism.
     """
     name = getattr(args, "mismatch_correction", "tis")
-    rule = named(name, Correction)
     # sees_batch: slime's own rules too divide by the mean of what one call holds, the micro-batch
-    refuse(rule, name, "slime's TIS hook", sees_batch=True, sees_advantage=False)
+    rule = allowed(name, "slime's TIS hook", sees_batch=True, sees_advantage=False)
     lengths = [len(m) for m in loss_masks]
     if [len(logp) for logp in train_log_probs] != lengths:
         raise BadInput("train_log_probs are shards of responses: context parallelism is not supported by this hook")
-    real = torch.arange(max(lengths), device=pg_loss.device) < torch.tensor(lengths, device=pg_loss.device)[:, None]
-    old, q, mask = (_padded(parts, real) for parts in (train_log_probs, rollout_log_probs, loss_masks))
+    old, q, mask = (torch.cat(parts)[None] for parts in (train_log_probs, rollout_log_probs, loss_masks))
+    dtype, real = mask.dtype, torch.ones_like(mask, dtype=torch.bool)
+    if not rule.factors:  # a rule on tokens alone does not care in which row they stand
+        limits = torch.tensor(lengths, device=pg_loss.device)
+        real = torch.arange(max(lengths), device=pg_loss.device) < limits[:, None]
+        old, q, mask = (_padded(flat[0], real) for flat in (old, q, mask))
     counted = mask.bool()
     batch = Batch(old.detach(), q, counted, torch.zeros_like(old[:, :1]))
     corrected = rule(batch)
     weight, keep = applied(batch, corrected)[real], (counted & corrected.keep)[real]
     metrics = {"mismatch_weight": weight, "mismatch_rejected": (counted[real] & ~keep).to(weight.dtype)}
-    masks = list(keep.to(mask.dtype).split(lengths))
+    masks = list(keep.to(dtype).split(lengths))
     return torch.where(weight > 0, pg_loss, 0.0) * weight, masks, metrics
 
 
-def _padded(parts: list[Tensor], real: Tensor) -> Tensor:
-    """Responses one a row, 0 where `real` has no token. (B, T)"""
-    flat = torch.cat(parts)
+def _padded(flat: Tensor, real: Tensor) -> Tensor:
+    """Responses one a row, 0 where `real` has no token. (N,) -> (B, T)"""
     rows = torch.zeros(real.shape, dtype=flat.dtype, device=flat.device)
     rows[real] = flat
     return rows

@@ -13,11 +13,13 @@ changed (`trl_sampler.py` is one) and may return `top_logprobs` and `top_token_i
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from realmodel.adapters.ranks import global_ess
@@ -103,7 +105,8 @@ class MismatchGRPOTrainer(GRPOTrainer):
         output["sync_per_token_logps"] = drawn
         if top is not None:
             output["sync_top_logps"] = top
-        check(self._batch(drawn, top, output))
+        # of the tables over several tokens, the sampler's alone is not our own
+        check(replace(self._batch(drawn, top, output), logp_train_all=None, logp_sync_all=None))
         return output
 
     def _fresh_until_used(self) -> bool:
@@ -208,16 +211,18 @@ class MismatchGRPOTrainer(GRPOTrainer):
 
 def _padded_top(logprobs: list, ids: list, completion_ids: Tensor, k: int) -> dict[str, Tensor]:
     """The sampler's k most likely tokens as tensors (B, T, k); token 0 at log-probability 0 where padded."""
-    shape = (*completion_ids.shape, k)
-    top_ids = torch.zeros(shape, dtype=torch.long)
-    top_logps = torch.zeros(shape)
-    for b, (values, tokens) in enumerate(zip(logprobs, ids, strict=True)):
-        values, tokens = torch.as_tensor(values), torch.as_tensor(tokens)
-        if values.ndim != 2 or values.shape != tokens.shape or values.shape[1] < k:
+    width, device = completion_ids.shape[1], completion_ids.device
+    tables = [[_table(rows) for rows in column] for column in (logprobs, ids)]
+    for b, (values, tokens) in enumerate(zip(*tables, strict=True)):
+        if values.ndim != 2 or values.shape != tokens.shape or values.shape[1] < k or len(values) > width:
             raise BadInput(f"top_logprobs[{b}] has shape {tuple(values.shape)}, expected (T, {k})")
-        top_logps[b, : len(values)], top_ids[b, : len(values)] = values[:, :k], tokens[:, :k]
-    device = completion_ids.device
-    return {"top_token_ids": top_ids.to(device), "sampling_top_logps": top_logps.to(device)}
+    padded = [pad_sequence(rows, batch_first=True)[..., :k] for rows in tables]
+    padded = [nn.functional.pad(x, (0, 0, 0, width - x.shape[1])).to(device) for x in padded]
+    return {"top_token_ids": padded[1].long(), "sampling_top_logps": padded[0].float()}
+
+
+def _table(rows: Any) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows))  # numpy reads lists much faster
 
 
 def _ask_vllm_for_top_k(trainer: MismatchGRPOTrainer) -> None:

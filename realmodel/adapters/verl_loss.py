@@ -21,7 +21,7 @@ from verl import DataProto  # pyright: ignore[reportMissingImports]
 from verl.trainer.ppo import rollout_corr_helper  # pyright: ignore[reportMissingImports]
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
 
-from realmodel.adapters.rules import applied, named, normalises, refuse
+from realmodel.adapters.rules import allowed, applied, normalises, refuse
 from sandbox import losses
 from sandbox.batch import Batch
 from sandbox.corrections import Correction
@@ -101,8 +101,7 @@ def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[Data
     seen = Batch(old, q, batch.batch["response_mask"].bool(), torch.zeros_like(old[:, :1]), old)
     name = wanted.partition(".")[2]
     if name:
-        rule = named(name, Correction)
-        refuse(rule, name, "verl's driver", sees_batch=True, sees_advantage=False)
+        rule = allowed(name, "verl's driver", sees_batch=True, sees_advantage=False)
         carried = applied(seen, rule(seen))
     else:
         carried = torch.where(seen.mask, q, 0.0)

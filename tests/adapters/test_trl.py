@@ -22,7 +22,7 @@ from realmodel import model as policy
 from realmodel import tasks
 from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer, _ask_vllm_for_top_k
-from realmodel.align import Rollout, pad, to_batch
+from realmodel.align import Rollout, pad, to_batch, wanted
 from sandbox import losses
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS
@@ -136,8 +136,10 @@ def reference_batch(seen: Seen, folder, sampled: dict) -> Batch:
     train = model(**request).logits.log_softmax(-1)
     sync = torch.func.functional_call(model, mu_weights, (), request).logits.detach().log_softmax(-1)
     advantage = seen.inputs["advantages"]
-    batch = to_batch(rollout, ids, advantage, train, 0, sync_all=sync, centre=rollout.logp_all is not None)
-    return batch, model
+    centre = rollout.logp_all is not None
+    rows, columns = wanted(rollout, ids.shape[1], train.shape[-1], centre)
+    pi, mu = (x.flatten(0, 1)[rows].gather(-1, columns) for x in (train, sync))
+    return to_batch(rollout, ids, advantage, pi, 0, mu, centre), model
 
 
 def watch_sampler(made) -> dict:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from realmodel.align import Rollout, pad, predicted_by, to_batch
+from realmodel.align import Rollout, pad, part, predicted_by, to_batch, wanted
 from sandbox.errors import BadInput
 
 V = 7
@@ -34,10 +34,16 @@ def whole(seed: int) -> torch.Tensor:
     return torch.randn(3, 6, V, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
 
 
+def asked(table: torch.Tensor, centre: bool = True, of: Rollout | None = None) -> torch.Tensor:
+    """What the trainer answers: the wanted columns of the wanted rows of a whole table."""
+    rows, columns = wanted(of or rollout(), table.shape[1], table.shape[2], centre)
+    return table.flatten(0, 1)[rows].gather(-1, columns)
+
+
 def batch(change=lambda r: r, **other):
     drawn = rollout()
-    arguments = dict(ids=pad(drawn, pad_id=0)[0], advantage=np.array([1.0, -1.0, 0.5]), train_all=whole(1))
-    arguments |= dict(version_train=6, sync_all=whole(2), centre=True)
+    arguments = dict(ids=pad(drawn, pad_id=0)[0], advantage=np.array([1.0, -1.0, 0.5]), train=asked(whole(1)))
+    arguments |= dict(version_train=6, sync=asked(whole(2)), centre=True)
     return to_batch(change(drawn), **(arguments | other))
 
 
@@ -69,7 +75,7 @@ def test_every_field_agrees_with_a_slow_loop():
 
 def test_gradient_reaches_exactly_the_rows_that_predict_drawn_tokens():
     train = whole(1).requires_grad_()
-    result = batch(train_all=train)
+    result = batch(train=asked(train))
     result.logp_train[result.mask].sum().backward()
     want = torch.zeros_like(train)
     for b, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
@@ -79,8 +85,28 @@ def test_gradient_reaches_exactly_the_rows_that_predict_drawn_tokens():
 
 
 def test_without_centring_no_vocabulary_is_needed():
-    got = batch(lambda r: replace(r, logp_all=None), centre=False, sync_all=None)
+    train = asked(whole(1), centre=False)
+    got = batch(lambda r: replace(r, logp_all=None), train=train, centre=False, sync=None)
+    assert torch.equal(got.logp_train, batch().logp_train)
     assert (got.logp_train_all, got.logp_sync_all, got.logp_rollout_all, got.logp_sync) == (None,) * 4
+
+
+def test_the_top_k_are_asked_and_filled_in_the_samplers_order():
+    top = [np.argsort(-rows, axis=-1)[:, :3] for rows in rollout().logp_all]
+    values = [np.take_along_axis(rows, ids, -1) for rows, ids in zip(rollout().logp_all, top, strict=True)]
+    some = replace(rollout(), logp_all=values, top_ids=top)
+    assert (rollout().top, some.top, replace(some, logp_all=None).top) == (-1, 3, 0)
+    got = batch(lambda r: some, train=asked(whole(1), of=some), sync=asked(whole(2), of=some))
+    every = batch()
+    assert torch.equal(got.logp_train, every.logp_train)
+    for b, response in enumerate(RESPONSES):
+        for t in range(len(response)):
+            for name in ("logp_train_all", "logp_sync_all", "logp_rollout_all"):
+                assert torch.equal(getattr(got, name)[b, t], getattr(every, name)[b, t][torch.from_numpy(top[b][t])])
+    piece = part(some, slice(1, 3))
+    assert (piece.prompt_ids, piece.response_ids) == (PROMPTS[1:], RESPONSES[1:])
+    assert piece.prompt_index.tolist() == [1, 2]
+    assert [x.tolist() for x in piece.top_ids] == [x.tolist() for x in top[1:]]
 
 
 def test_predicted_by_is_what_the_probe_of_a_sync_uses():
@@ -100,10 +126,10 @@ def with_logp(row: int, value):
 
 BAD = {
     "ids of another response": (dict(ids=torch.zeros(3, 6, dtype=torch.long)), r"ids\[0\] is not the prompt"),
-    "ids shorter than the rollout": (dict(ids=pad(rollout(), 0)[0][:, :5]), "train_all has shape"),
-    "rows of another length": (dict(train_all=whole(1)[:, :5]), r"train_all has shape \(3, 5, 7\)"),
+    "ids shorter than the rollout": (dict(ids=pad(rollout(), 0)[0][:, :5]), r"ids\[0\] is not the prompt"),
+    "rows missing": (dict(train=asked(whole(1))[:5]), r"train has shape \(5, 8\), expected \(8, 8\)"),
     "another batch": (dict(ids=pad(rollout(), 0)[0][:2]), "ids has shape"),
-    "sync of another shape": (dict(sync_all=whole(2)[..., :6]), "sync_all has shape"),
+    "sync of another shape": (dict(sync=asked(whole(2))[..., :6]), r"sync has shape \(8, 6\)"),
     "advantage per token": (dict(advantage=np.ones((3, 4))), "advantage has shape"),
     "advantage nan": (dict(advantage=np.array([0, np.nan, 0])), r"advantage.* is not finite"),
     "older trainer": (dict(version_train=3), "version_rollout.* is newer than version_train 3"),

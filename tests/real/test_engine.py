@@ -10,6 +10,7 @@ from conftest import PROMPTS, adamw_step, disagreement, trainer_rows, untrained
 
 from realmodel import model as policy
 from realmodel import sampler, sync
+from realmodel.align import WHOLE
 from realmodel.sampler import EngineConfig, generate
 from realmodel.sync import SyncError
 from sandbox.errors import BadInput
@@ -40,7 +41,7 @@ def test_float32_engine_gives_the_trainers_log_probabilities(engine, model):
 
 
 def test_whole_vocabulary_is_a_distribution_in_token_order(engine, model):
-    rollout = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=2, whole_vocabulary=True)
+    rollout = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=2, top=WHOLE)
     for b, (rows, want) in enumerate(zip(rollout.logp_all, trainer_rows(model, rollout), strict=True)):
         assert rows.dtype == np.float32
         assert rows.shape == (len(rollout.response_ids[b]), 64)
@@ -52,7 +53,7 @@ def test_whole_vocabulary_is_a_distribution_in_token_order(engine, model):
 
 def test_whole_vocabulary_changes_no_token(engine):
     plain = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=3)
-    whole = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=3, whole_vocabulary=True)
+    whole = generate(engine, PROMPTS, n=2, max_new_tokens=12, seed=3, top=WHOLE)
     assert plain.logp_all is None
     assert plain.response_ids == whole.response_ids
     np.testing.assert_array_equal(np.concatenate(plain.logp), np.concatenate(whole.logp))
@@ -86,7 +87,7 @@ def test_sampled_frequencies_are_the_reported_probabilities(engine):
 
     drawn, p = [], None
     for seed in range(2):
-        rollout = generate(engine, [PROMPTS[0]], n=2000, max_new_tokens=1, seed=seed, whole_vocabulary=seed == 0)
+        rollout = generate(engine, [PROMPTS[0]], n=2000, max_new_tokens=1, seed=seed, top=WHOLE if seed == 0 else 0)
         p = np.exp(rollout.logp_all[0][0].astype(float)) if seed == 0 else p
         drawn += [r[0] for r in rollout.response_ids]
     counts, expected = np.bincount(drawn, minlength=64), 4000 * p

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 
 from realmodel import exact, sampler, sync
 from realmodel import model as policy
-from realmodel.align import pad, predicted_by
+from realmodel.align import WHOLE, pad, predicted_by
 from realmodel.sampler import EngineConfig, extend, generate
 from realmodel.sync import SyncError
 from sandbox.errors import BadInput
@@ -36,7 +36,7 @@ def trainer_logp(model, rollout) -> np.ndarray:
 @pytest.mark.parametrize("prompts", [PROMPTS, RAGGED])
 def test_log_probabilities_are_bitwise_the_trainers(exact_engine, model, prompts):
     for n, seed in ((8, 0), (3, 1)):
-        rollout = generate(exact_engine, prompts, n, max_new_tokens=16, seed=seed, whole_vocabulary=True)
+        rollout = generate(exact_engine, prompts, n, max_new_tokens=16, seed=seed, top=WHOLE)
         drawn = np.concatenate(rollout.logp)
         assert len(drawn) > 100
         assert np.array_equal(drawn, trainer_logp(model, rollout))  # equal, not close
@@ -46,7 +46,7 @@ def test_log_probabilities_are_bitwise_the_trainers(exact_engine, model, prompts
 
 def test_drawn_frequencies_are_the_probabilities(exact_engine):
     """4,000 first tokens: chi-square below its 1 - 1e-6 quantile."""
-    rollout = generate(exact_engine, [PROMPTS[0]], 4000, 1, seed=0, whole_vocabulary=True)
+    rollout = generate(exact_engine, [PROMPTS[0]], 4000, 1, seed=0, top=WHOLE)
     expected = 4000 * np.exp(rollout.logp_all[0][0].astype(float))
     counts = np.bincount([r[0] for r in rollout.response_ids], minlength=64)
     assert ((counts - expected) ** 2 / expected).sum() < chi2.ppf(1 - 1e-6, 63)
@@ -77,7 +77,7 @@ def test_a_model_whose_rows_see_later_tokens_is_refused(exact_engine, monkeypatc
     def leaky(model, ids, mask, weights=None):
         return real(model, ids, mask, weights) - 1e-7 * ids.float().mean()
 
-    monkeypatch.setattr(exact.policy, "log_probs", leaky)
+    monkeypatch.setattr(exact, "log_probs", leaky)
     with pytest.raises(BadInput, match="does not hold for this model: later tokens change"):
         generate(exact_engine, PROMPTS, 4, 8, seed=0)
 
@@ -87,7 +87,7 @@ def test_offset_makes_q_the_softmax_of_logits_plus_offset(folder, model, kind):
     llm = sampler.start(folder, EngineConfig(kind=kind, offset_sd=0.5, seed=3, max_model_len=64, max_num_seqs=64))
     offset = np.random.default_rng(3).normal(size=64) * 0.5
     np.testing.assert_allclose(sampler.offset(llm), offset, rtol=1e-6)
-    rollout = generate(llm, PROMPTS, 4, 12, seed=1, whole_vocabulary=True)
+    rollout = generate(llm, PROMPTS, 4, 12, seed=1, top=WHOLE)
     plain, shifted = [], []
     for rows, drawn, ids, mu in zip(
         rollout.logp_all, rollout.logp, rollout.response_ids, trainer_rows(model, rollout), strict=True
@@ -101,7 +101,7 @@ def test_offset_makes_q_the_softmax_of_logits_plus_offset(folder, model, kind):
     assert np.mean(shifted) > 5 * np.std(shifted) / np.sqrt(len(shifted)) > 0
     sync.push(llm, model)
     assert sync.verify(llm, model, PROMPTS).max_difference < 5e-5
-    drawn = generate(llm, [PROMPTS[0]], 2000, 1, seed=5, whole_vocabulary=True)
+    drawn = generate(llm, [PROMPTS[0]], 2000, 1, seed=5, top=WHOLE)
     expected = 2000 * np.exp(log_softmax(trainer_rows(model, drawn)[0][0] + offset))
     counts = np.bincount([r[0] for r in drawn.response_ids], minlength=64)
     assert ((counts - expected) ** 2 / expected).sum() < chi2.ppf(1 - 1e-6, 63)
@@ -111,7 +111,7 @@ def test_offset_makes_q_the_softmax_of_logits_plus_offset(folder, model, kind):
 def test_extend_keeps_what_was_drawn_and_says_which_version_drew_the_rest(folder, engines, model, kind):
     llm = engines("float32") if kind == "vllm" else sampler.start(folder, EngineConfig(kind="exact"))
     sync.push(llm, model)
-    first = generate(llm, PROMPTS, 4, 5, seed=1, whole_vocabulary=True, version=7, room=15)
+    first = generate(llm, PROMPTS, 4, 5, seed=1, top=WHOLE, version=7, room=15)
     old = policy.snapshot(model)
     for _ in range(5):
         adamw_step(model, 1e-2)
@@ -159,12 +159,14 @@ def test_batch_invariance_is_refused_on_a_cpu_with_the_reason(folder):
 
 
 def test_an_engine_that_cannot_report_what_a_correction_needs(engine, exact_engine, monkeypatch):
-    sampler.can_report(exact_engine, whole_vocabulary=True)
-    sampler.can_report(engine, whole_vocabulary=True)
+    sampler.can_report(exact_engine, top=WHOLE)
+    sampler.can_report(engine, top=WHOLE)
     monkeypatch.setattr(engine.model_config, "max_logprobs", 20)
-    sampler.can_report(engine, whole_vocabulary=False)
+    sampler.can_report(engine, top=20)
     with pytest.raises(BadInput, match="centres the score over 64 tokens, but the engine reports at most 20"):
-        sampler.can_report(engine, whole_vocabulary=True)
+        sampler.can_report(engine, top=WHOLE)
+    with pytest.raises(BadInput, match="centres the score over 21 tokens"):
+        sampler.can_report(engine, top=21)
     monkeypatch.setattr(engine.model_config, "logprobs_mode", "raw_logits")
     with pytest.raises(BadInput, match="engine reports raw_logits"):
-        sampler.can_report(engine, whole_vocabulary=False)
+        sampler.can_report(engine, top=0)

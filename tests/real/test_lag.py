@@ -70,6 +70,33 @@ def test_stale_weights_are_lag_and_no_discrepancy_with_an_exact_sampler(exact_en
     assert (steps["lag"].drop_nulls().to_numpy()[1:] > 1e-8).all()
 
 
+def test_a_probe_that_is_kept_sees_the_whole_way_and_comes_back_on_resume(folder, exact_engine, learner, tmp_path):
+    """Until the second update the sampler's weights do not matter: it is the probe of a run that never syncs."""
+    stale = replace(TINY, probe=16, resync=Never())
+    kept = replace(stale, resync=EveryK(1), probe_kept=True)
+    start = learner.state()
+    ess = {}
+    for name, config in (("stale", stale), ("kept", kept), ("redrawn", replace(kept, probe_kept=False))):
+        learner.restore(start)
+        steps = train.train(config, exact_engine, learner, tmp_path / name)
+        ess[name] = steps["probe_ess"].to_numpy()
+        assert steps["probe_version"].to_list() == (list(range(6)) if name == "redrawn" else [0] * 6)
+    assert ess["kept"][:2].tolist() == ess["stale"][:2].tolist()
+    assert abs(ess["kept"][2:] - ess["stale"][2:]).min() > 1e-6
+    assert ess["kept"][1:].max() < 1 - 1e-6
+    np.testing.assert_allclose(ess["redrawn"], 1, rtol=1e-12)
+
+    def interrupt(row):
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+
+    learner.restore(start)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(kept, exact_engine, learner, tmp_path / "cut", interrupt)
+    again = train.train(kept, exact_engine, train.learner(folder, TINY), tmp_path / "cut", resume=True)
+    assert again["probe_ess"].to_list() == ess["kept"].tolist()
+
+
 @pytest.mark.parametrize("kind", ["exact", "vllm"])
 def test_constant_lag(engines, exact_engine, learner, tmp_path, kind):
     llm = engines("float32") if kind == "vllm" else exact_engine

@@ -92,7 +92,7 @@ def test_training_sees_no_held_out_prompt(monkeypatch):
 
     monkeypatch.setattr(policy.tasks.Task, "sample", spy)
     policy.build(QUICK)
-    assert drawn == [{False}, {False}, {True}]  # two steps, then the evaluation
+    assert drawn == [{True}, {False}, {False}]  # for the evaluation, and two steps
 
 
 def test_build_leaves_the_callers_random_state():
@@ -238,9 +238,18 @@ def test_own_sampler_draws_from_the_policy():
     assert chisquare(counts, 20_000 * p).pvalue > 1e-6
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [[2, 3], [2]]])
-def test_own_sampler_refuses_ragged_prompts(prompts):
-    with pytest.raises(BadInput, match="prompts of one length"):
+def test_own_sampler_takes_prompts_of_several_lengths_in_their_order():
+    model, prompts = untrained(), [[5, 6, 7], [4], [8, 9, 3], [7]]
+    rollout = policy.sample(model, prompts, 3, 6, torch.Generator().manual_seed(0), eos=1)
+    assert rollout.prompt_ids == [p for p in prompts for _ in range(3)]
+    for b, rows in enumerate(trainer_rows(model, rollout)):
+        response = rollout.response_ids[b]
+        np.testing.assert_allclose(rollout.logp[b], rows[range(len(response)), response], atol=2e-5)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[2, 3], []]])
+def test_own_sampler_refuses_empty_prompts(prompts):
+    with pytest.raises(BadInput, match="no prompt, or one without a token"):
         policy.sample(untrained(), prompts, 1, 4, torch.Generator(), eos=1)
 
 

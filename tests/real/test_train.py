@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from realmodel import compare, train
+from realmodel import compare, sampler, train
 from realmodel import model as policy
 from realmodel.align import Rollout, pad, predicted_by
 from realmodel.sampler import EngineConfig
@@ -18,6 +19,7 @@ from realmodel.train import RunConfig
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import EveryK, Never
+from sandbox.presets import PRESETS
 
 TINY = RunConfig(
     steps=3, prompts=4, group=4, probe=24, held_out=6, learning_rate=1e-3, engine=EngineConfig(dtype="float32")
@@ -184,3 +186,117 @@ def test_stale_run_is_compared_without_error(llm, learner, tmp_path):
     assert row["watched_updates"] == 3
     assert row["syncs"] == 0
     assert 0 <= row["final_pass_rate"] <= 1
+
+
+def rolled(learner, n: int = 12) -> Rollout:
+    """Responses of 1 to 9 tokens, of which one version drew all."""
+    prompts = [[2 + int(d) for d in np.random.default_rng(i).integers(0, 10, 5 + i % 3)] for i in range(n)]
+    drawn = [
+        policy.sample(learner.model, [p], 1, 9, torch.Generator().manual_seed(i), eos=1) for i, p in enumerate(prompts)
+    ]
+    rollout = Rollout(
+        prompt_ids=prompts,
+        response_ids=[d.response_ids[0][: 1 + (5 * i) % 9] for i, d in enumerate(drawn)],
+        logp=[d.logp[0][: 1 + (5 * i) % 9] for i, d in enumerate(drawn)],
+        logp_all=None,
+        version=0,
+        prompt_index=np.arange(n) // 3,
+        finished=np.ones(n, bool),
+    )
+    ids, _ = pad(rollout, 0)
+    rows = policy.log_probs(learner.model, ids, None).detach()
+    starts = [len(p) - 1 for p in rollout.prompt_ids]
+    tables = [rows[b, s : s + len(r)] for b, (s, r) in enumerate(zip(starts, rollout.response_ids, strict=True))]
+    return replace(rollout, logp_all=[t.numpy() for t in tables])
+
+
+def gradient(config: RunConfig, folder, rollout: Rollout) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of one update of moved weights on what the start drew; nothing is clipped, nothing moves."""
+    learner = train.learner(folder, config)
+    sampled = policy.snapshot(learner.model)
+    with torch.no_grad():
+        for i, parameter in enumerate(learner.model.parameters()):
+            parameter.mul_(1 + 0.02 * (-1) ** i)
+    advantage = np.random.default_rng(1).normal(size=len(rollout.logp))
+    with torch.no_grad() if config.micro_batch else nullcontext():
+        batch = train.evaluate(learner, rollout, 1, {0: sampled}, advantage, config.correction.centres)
+    learner.optimizer.step = lambda: None
+    loss, _ = train.update(config, learner, rollout, batch, config.correction(batch), 1)
+    return loss, {name: p.grad.clone() for name, p in learner.model.named_parameters()}
+
+
+@pytest.mark.parametrize("denominator", ["fixed", "kept", "responses"])
+@pytest.mark.parametrize("name", ["mis", "dlc", "snis"])
+def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(folder, learner, name, denominator):
+    """Ragged lengths, pieces of 5, 5 and 2: means of means would be off by a third. snis divides by a batch mean."""
+    rollout = rolled(learner)
+    config = replace(TINY, correction=PRESETS[name], denominator=denominator, max_grad_norm=math.inf)
+    want, whole = gradient(config, folder, rollout)
+    got, pieces = gradient(replace(config, micro_batch=5), folder, rollout)
+    assert got == pytest.approx(want, rel=1e-4)
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
+    for parameter, expected in whole.items():
+        torch.testing.assert_close(pieces[parameter], expected, rtol=1e-3, atol=1e-5, msg=parameter)
+
+
+def test_checkpointing_computes_layers_again_to_the_same_gradient(folder, learner, monkeypatch):
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+    calls, forward = [], Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: calls.append(torch.is_grad_enabled()) or forward(self, x))
+    rollout, counted, found = rolled(learner), {}, {}
+    for on in (False, True):
+        calls.clear()
+        found[on] = gradient(replace(TINY, checkpointing=on), folder, rollout)
+        counted[on] = len(calls)
+    assert counted[True] == counted[False] + 2  # each of two layers once more
+    assert found[True][0] == found[False][0]
+    for parameter, expected in found[False][1].items():
+        torch.testing.assert_close(found[True][1][parameter], expected, rtol=1e-5, atol=1e-7, msg=parameter)
+
+
+def test_a_run_in_bfloat16_and_pieces_keeps_float32_weights_and_comes_back(llm, folder, tmp_path):
+    config = replace(TINY, trainer_dtype="bfloat16", micro_batch=6, checkpointing=True, correction=CORRECTIONS["dlc"])
+    config = replace(config, centre_top=16)
+
+    def interrupt(row):
+        if row["step"] == 1:
+            raise KeyboardInterrupt
+
+    steps = train.train(config, llm, train.learner(folder, config), tmp_path / "whole")
+    assert (steps["gradient_norm"].drop_nulls() > 1e-3).all()
+    assert 1e-6 < steps["discrepancy"][0] < 1e-2  # the engine is float32, the trainer's products are not
+    with pytest.raises(KeyboardInterrupt):
+        train.train(config, llm, train.learner(folder, config), tmp_path / "run", interrupt)
+    fresh = train.learner(folder, config)
+    again = train.train(config, llm, fresh, tmp_path / "run", resume=True)
+    assert {p.dtype for p in fresh.model.parameters()} == {torch.float32}
+    assert again["loss"].to_list() == steps["loss"].to_list()
+
+
+def test_centring_over_the_top_of_all_tokens_is_the_whole_vocabularys(learner, folder, tmp_path):
+    """k = 64 = V, in the engine's order, against token-id order. With offsets, for where q is pi, c is pi too."""
+    engine = EngineConfig(kind="exact", offset_sd=0.7)
+    llm, start, found = sampler.start(folder, engine), learner.state(), {}
+    for top in (0, 64, 32, None):
+        learner.restore(start)
+        rule = CORRECTIONS["none" if top is None else "dlc"]
+        config = replace(TINY, steps=1, correction=rule, centre_top=top or 0, probe=0, engine=engine)
+        found[top] = train.train(config, llm, learner, tmp_path / str(top))["gradient_norm"][0]
+    assert found[64] == pytest.approx(found[0], rel=1e-4)
+    assert 1e-4 < abs(found[32] / found[0] - 1) < abs(found[None] / found[0] - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch": -1}, "micro_batch is -1"),
+        ({"centre_top": -2}, "centre_top is -2"),
+        ({"trainer_dtype": "float16"}, "trainer_dtype is 'float16'"),
+        ({"micro_batch": 4, "engine": EngineConfig(kind="exact")}, "needs the trainer's one shape"),
+        ({"trainer_dtype": "bfloat16", "engine": EngineConfig(kind="exact")}, "needs the trainer's one shape"),
+    ],
+)
+def test_settings_of_the_update_that_are_refused(change, message):
+    with pytest.raises(BadInput, match=message):
+        replace(TINY, **change)

@@ -30,7 +30,7 @@ class Run:
 def main() -> None:
     run, args = TrlParser((Run, MismatchGRPOConfig)).parse_args_and_config()
     task = tasks.get(run.task)
-    path = policy.build(policy.Recipe(task=run.task)) if run.model == "small" else run.model
+    path = policy.resolve(run.model, run.task)
     model, tokenizer = policy.load(path)
     problems = task.sample(np.random.default_rng(args.seed), run.problems, held_out=False)
     data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
