@@ -53,6 +53,14 @@ def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
     return xp.where(mask, x, fill)
 
 
+def quiet(x: Array, mask: Array) -> Array:
+    """`x` for a computation without gradient whose result is masked afterwards: what is masked may be anything in it.
+
+    numpy would warn of nan or an overflow there and gets 0; torch says nothing, and a pass over x is saved.
+    """
+    return masked(x, mask) if is_numpy_array(x) else x
+
+
 def count(mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:
     """How many entries of `mask` hold, counted in integers: float32 cannot count beyond 2^24."""
     # torch's sum of booleans makes an int64 copy of them first.

@@ -127,11 +127,13 @@ def check(batch: Batch) -> Batch:
             raise BadInput(f"{field.name} has shape {tuple(value.shape)}, expected {tuple(shape)}")
         if field.name.startswith("logp_"):
             mask = batch.mask if len(value.shape) == 2 else batch.mask[..., None]
-            if bool(xp.any(mask & ~(value <= LOGP_TOLERANCE))):  # one pass where all is well
+            clean = 0 in value.shape or bool(xp.max(value) <= LOGP_TOLERANCE)  # one pass where all is well; nan is not
+            if not clean:
                 _refuse(field.name, "is nan", mask & xp.isnan(value))
                 _refuse(field.name, "is above 0", mask & (value > LOGP_TOLERANCE))
             if len(value.shape) == 3:
-                total = xp.sum(xp.exp(masked(widen(detach(value)), mask)), axis=-1)
+                value = widen(detach(value))
+                total = xp.sum(xp.exp(value if clean else masked(value, mask)), axis=-1)
                 too_much = batch.mask & (total > math.exp(SUM_TOLERANCE))
                 _refuse(field.name, "has probabilities that sum to more than 1", too_much)
         if field.name == "advantage":
