@@ -1,17 +1,19 @@
 """What the adapters cost, as shares of a training step of the small model, all in one run: `make bench-adapters`.
 
-Overhead is what our function takes more than what stands in its place without us: verl's and slime's own loss or TIS
-function, prime-rl's default loss (from its published formula, without its metrics), TRL's own methods. In TRL, where
-nothing stands in the place of DLC, the correction's own arithmetic on tensors that lie ready is printed beside it.
+Overhead is what a step with our adapter takes more than the same step with what stands in its place without us: verl's
+vanilla loss with weights, slime's own TIS and prime-rl's default loss (from their published formulas, metrics that they
+return included; prime-rl's also without), TRL's own trainer as it is and with its own token TIS. Ours and theirs take
+turns; printed are medians of the differences with 95 % bootstrap intervals. Beside it stand absolute times of ours:
+for TRL those of our own lines, outside of TRL's methods and the model, and of them the correction's arithmetic on a
+Batch that lies ready.
 
 A step is 256 responses of 9 tokens: TRL's own GRPOTrainer, generation by the same bfloat16 copy included, and for
 verl, prime-rl and slime the trainer's part alone (forward, backward, AdamW), which is the smaller denominator.
-Seconds are the processor's, of one thread, so that a busy machine does not matter.
+Seconds are the processor's, of one thread, so that a busy machine matters less.
 """
 
 import time
 from collections.abc import Callable
-from statistics import median
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -34,18 +36,41 @@ from sandbox import losses
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS
 
-ROWS, WIDTH, STEPS = 256, 9, 12
+ROWS, WIDTH, STEPS, ROUNDS = 256, 9, 12, 4
 
 
-def trl_steps(trainers: dict[str, tuple[type, type, dict]]) -> dict[str, list[float]]:
-    """Median seconds of a step (generation, scoring, loss, backward), the trainers taking turns; of it the pass at the
-    sampler's weights, and what the adapter's own lines take outside of TRL's methods and the model.
+class TrlsOwnTis(GRPOTrainer):
+    """TRL with the correction that it has for vLLM, here for a rollout_func: vLLM itself is never asked for."""
+
+    def _generate(self, prompts: list) -> Any:
+        self.use_vllm = False
+        drawn = super()._generate(prompts)
+        self.use_vllm = True
+        return drawn
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        self.use_vllm = True
+        output = super()._generate_and_score_completions(inputs)
+        assert "importance_sampling_ratio" in output
+        return output
+
+
+def trl_steps(trainers: dict[str, tuple[type, type, dict]]) -> dict[str, np.ndarray]:
+    """Seconds of each step (generation, scoring, loss, backward), the trainers taking turns; of it the pass at the
+    sampler's weights, and what the adapter's own lines take outside of TRL's methods and the model. (steps, 3)
     """
     seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainers}
-    for _ in range(3):
+    for _ in range(ROUNDS):
         for name, (cls, config, settings) in trainers.items():
             seconds[name] += trl_run(cls, config, settings)[2:]
-    return {name: [median(column) for column in zip(*rows, strict=True)] for name, rows in seconds.items()}
+    return {name: np.array(rows) for name, rows in seconds.items()}
+
+
+def interval(differences: np.ndarray, over: float) -> str:
+    """Median of differences and its 95 % bootstrap interval, as shares."""
+    draws = np.random.default_rng(0).choice(differences, (2000, len(differences)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975)) / over
+    return f"{np.median(differences) / over:+7.2%} ({low:+.2%}, {high:+.2%})"
 
 
 def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[float, float, float]]:
@@ -68,7 +93,7 @@ def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[flo
         synced_at = -1  # GRPOTrainer has none: CopySampler then loads at every step, as TRL's vLLM does
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if cls is GRPOTrainer:
+            if not issubclass(cls, MismatchGRPOTrainer):
                 self.synced_at, self.sampler_weights = self.state.global_step, list(self.model.parameters())
             start = time.process_time()
             result = super().training_step(*args, **kwargs)
@@ -170,14 +195,20 @@ def hooks() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     def prime(correction: str) -> Callable[[], Tensor]:
         return lambda: torch.stack([prime_rl_loss.loss(part, correction).loss for part in inputs]).sum()
 
-    def prime_default() -> Tensor:
+    def prime_default(metrics: bool) -> Tensor:
         sums = []
         for p in inputs:
             log_ratio = p.trainer_logprobs - p.inference_logprobs
             moved = p.trainer_logprobs.exp() - p.inference_logprobs.exp()
-            dropped = torch.where(p.advantages > 0, moved > 0.2, moved < -0.2)
-            gain = p.advantages * log_ratio.exp() * (p.loss_mask & ~dropped)
-            sums.append((1e-3 * log_ratio**2 * p.loss_mask - gain).sum())
+            above, below, gains, losses_ = moved > 0.2, moved < -0.2, p.advantages > 0, p.advantages < 0
+            dropped = torch.where(gains, above, below)
+            kept, out = p.loss_mask & ~dropped, p.loss_mask & dropped
+            sums.append((1e-3 * log_ratio**2 * p.loss_mask - p.advantages * log_ratio.exp() * kept).sum())
+            if metrics:  # seven means over masks
+                kl = log_ratio.exp() - log_ratio - 1
+                told = (kl, out), (kl, kept), (dropped, p.loss_mask), (gains & above, p.loss_mask)
+                for x, m in (*told, (losses_ & below, p.loss_mask), (gains, out), (losses_, out)):
+                    _ = x[m].sum() / m.sum().clamp(min=1)
         return torch.stack(sums).sum()
 
     pg_loss = -(advantage * (pi - old).exp()).reshape(-1)
@@ -190,8 +221,11 @@ def hooks() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
 
     weight = (old - q).exp().clamp(max=2)
 
-    def slime_plain() -> Tensor:
-        return (pg_loss * (torch.cat(olds) - torch.cat(qs)).exp().clamp(max=2)).sum()
+    def slime_own() -> Tensor:
+        ratio = (torch.cat(olds) - torch.cat(qs)).exp()
+        clamped = ratio.clamp(0, 2)
+        _ = [x.clone().detach() for x in (ratio, (clamped != ratio).float(), (ratio - 1).abs())]  # what it returns too
+        return (pg_loss * clamped).sum()
 
     def with_backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return lambda: torch.autograd.grad(loss(), pi, retain_graph=True)[0]
@@ -199,8 +233,9 @@ def hooks() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     return {
         "verl loss tis": (with_backward(verl(f"{CARRY}.tis", q)), with_backward(verl("vanilla", weight))),
         "verl loss cis": (with_backward(verl(f"{CARRY}.cis", q)), with_backward(verl("vanilla", weight))),
-        "prime-rl loss tis": (with_backward(prime("tis")), with_backward(prime_default)),
-        "slime tis": (with_backward(slime), with_backward(slime_plain)),
+        "prime-rl loss tis": (with_backward(prime("tis")), with_backward(lambda: prime_default(True))),
+        "  its metrics left out": (with_backward(prime("tis")), with_backward(lambda: prime_default(False))),
+        "slime tis": (with_backward(slime), with_backward(slime_own)),
     }
 
 
@@ -231,38 +266,40 @@ def main() -> None:
     work = {"step": step, "tis": arithmetic("tis"), "dlc": arithmetic("dlc")} | {
         f"{name}/{i}": f for name, pair in pairs.items() for i, f in enumerate(pair)
     }
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(30):
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(43):
         for name, f in work.items():
             start = time.process_time()
             f()
-            seconds[name].append(time.process_time() - start)
-    middle = {name: median(values) for name, values in seconds.items()}
-    print(f"trainer's part of a step: {middle['step'] * 1e3:.1f} ms; hooks above what stands there without them")
+            if turn > 2:
+                taken[name].append(time.process_time() - start)
+    seconds = {name: np.array(values) for name, values in taken.items()}
+    whole = float(np.median(seconds["step"]))
+    print(f"trainer's part of a step: {whole * 1e3:.1f} ms; hooks above what stands there without them, n = 40")
     for name in pairs:
-        more = middle[f"{name}/0"] - middle[f"{name}/1"]
-        print(f"  {name:18} {more * 1e3:+6.2f} ms  {more / middle['step']:+.2%}", end="")
-        print(f"  (ours {middle[f'{name}/0'] * 1e3:.2f} ms, {middle[f'{name}/0'] / ROWS * 1e6:.0f} us a response)")
+        ours, theirs = seconds[f"{name}/0"], seconds[f"{name}/1"]
+        print(f"  {name:22} {interval(ours - theirs, whole)}; ours {np.median(ours) * 1e3:.2f} ms")
+    never, top = {"resync": "never"}, {"centre_top_k": 64}
     trl = trl_steps(
         {
             "GRPOTrainer": (GRPOTrainer, GRPOConfig, {}),
+            "its own TIS": (TrlsOwnTis, GRPOConfig, {"vllm_importance_sampling_mode": "token_truncate"}),
             "tis, every": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "tis", "resync": "every"}),
-            "tis, never": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "tis", "resync": "never"}),
-            "dlc, V = 64": (
-                MismatchGRPOTrainer,
-                MismatchGRPOConfig,
-                {"correction": "dlc", "resync": "never", "centre_top_k": 64},
-            ),
+            "tis, never": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "tis"} | never),
+            "dlc, V = 64": (MismatchGRPOTrainer, MismatchGRPOConfig, {"correction": "dlc"} | never | top),
         }
     )
-    whole = trl["GRPOTrainer"][0]
-    print(
-        f"TRL's step: {whole * 1e3:.1f} ms; in ours: our own lines, of these the correction's arithmetic; the pass at"
-        " the sampler's weights; all over TRL's"
-    )
-    for name, (step_seconds, mu, own) in list(trl.items())[1:]:
-        parts = own, middle[name[:3]], mu, step_seconds - whole
-        print(f"  {name:18}" + "".join(f" {part / whole:7.2%}" for part in parts))
+    plain, own_tis = (trl[name][:, 0] for name in ("GRPOTrainer", "its own TIS"))
+    whole = float(np.median(plain))
+    print(f"TRL's step: {whole * 1e3:.1f} ms, n = {len(plain)}; all shares over it")
+    print(f"  {'its own TIS':12} step above TRL's {interval(own_tis - plain, whole)}")
+    for name, rows in list(trl.items())[2:]:
+        step_seconds, passes, own = rows.T
+        arithmetic_share = np.median(seconds[name[:3]]) / whole
+        print(f"  {name:12} step above TRL's {interval(step_seconds - plain, whole)}", end="")
+        print(f", above its own TIS {interval(step_seconds - own_tis, whole)}")
+        print(f"  {'':12} our own lines {interval(own, whole)}, of them arithmetic {arithmetic_share:.2%}", end="")
+        print(f"; pass at the sampler's weights {np.median(passes) / whole:.1%}")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import joblib
 import numpy as np
 import polars as pl
 
-from sandbox import problem_json, results, sweep
+from sandbox import cluster, problem_json, results, sweep
 from sandbox.corrections import CORRECTIONS
 from sandbox.mismatch import EveryK
 from sandbox.problems import Case
@@ -24,6 +26,7 @@ GRID = SweepConfig(
     steps=20,
     start="uniform",
 )
+CELL = SweepConfig(("sparse_tree",), runs=2048, steps=20, start="uniform")
 
 
 def seconds(grid: SweepConfig, workers: int) -> float:
@@ -36,36 +39,38 @@ def seconds(grid: SweepConfig, workers: int) -> float:
 def main() -> None:
     """Workers are started and their code is loaded before the clock runs, as in a long sweep."""
     joblib.Parallel(2)(joblib.delayed(problem_json.named)("bandit") for _ in range(4))
-    runs = GRID.runs * len(sweep.tasks(GRID))
-    one, two = seconds(GRID, 1), seconds(GRID, 2)
-    print(f"sweep of {runs} runs: one worker over two {one / two:.2f} ({two:.1f} s)")
+    for what, grid in (("64 cells of 32 runs", GRID), ("one cell of 2,048 runs", CELL)):
+        one, two = zip(*((seconds(grid, 1), seconds(grid, 2)) for _ in range(3)), strict=True)
+        ratios = sorted(a / b for a, b in zip(one, two, strict=True))
+        print(f"{what}: one worker over two {ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}; {min(two):.1f} s)")
     for backend in ("loky", "dask"):
         print(f"tasks of a second on two {backend} workers: {overhead(backend):.1%} on top of the work")
 
 
-def overhead(backend: sweep.Backend, tasks: int = 16) -> float:
+def overhead(backend: cluster.Backend, tasks: int = 16) -> float:
     """What sending arguments, scheduling and writing parts add to tasks that only wait, one second each."""
     grid = SweepConfig(("sparse_tree",), runs=32 * tasks, steps=20, start="uniform")
     case = problem_json.named("sparse_tree")
-    (cell,), shares = sweep.cells(grid), [share for _, share in sweep.tasks(grid)]
+    shares = [task for task in sweep.tasks(grid) if task.cell]
     against = sweep.Reference(
         np.zeros((2 * grid.runs, *case.problem.shape)), np.zeros((2 * grid.runs, grid.steps)), 1.0
     )
-    with tempfile.TemporaryDirectory() as folder, sweep.workers_of(2, backend, None, Path(folder)):
-        list(sweep.as_they_come(joblib.delayed(wait)(0.0, case, cell, share, against.of(share)) for share in shares))
+
+    def calls(seconds: float) -> Iterator[Any]:
+        return (joblib.delayed(wait)(seconds, case, task, against.of(task.runs)) for task in shares)
+
+    with tempfile.TemporaryDirectory() as folder, cluster.workers_of(2, backend, None, Path(folder)):
+        list(cluster.as_they_come(calls(0.0)))
         start = time.perf_counter()
-        calls = (joblib.delayed(wait)(1.0, case, cell, share, against.of(share)) for share in shares)
-        for name, table in sweep.as_they_come(calls):
-            results.write_table(Path(folder) / name, table)
+        for task, table in cluster.as_they_come(calls(1.0)):
+            results.write_table(Path(folder) / task.part, table)
         return 2 * (time.perf_counter() - start) / tasks - 1
 
 
-def wait(
-    seconds: float, case: Case, cell: sweep.Cell, runs: range, against: sweep.Reference
-) -> tuple[str, pl.DataFrame]:
+def wait(seconds: float, case: Case, task: sweep.Task, against: sweep.Reference) -> tuple[sweep.Task, pl.DataFrame]:
     """In the place of `sweep.done`."""
     time.sleep(seconds)
-    return sweep.part(cell, runs), pl.DataFrame({"run": runs})
+    return task, pl.DataFrame({"run": task.runs})
 
 
 if __name__ == "__main__":

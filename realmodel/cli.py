@@ -110,10 +110,14 @@ def sweep(
     if workers == 0 or workers < -1:
         raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
     folder = resumed(resume, out, config.stem)
+    before = results.read_run(folder).get("status") if resume else None
     with progress_bar() as bar:
         task = bar.add_task("tasks", total=None)
 
         def progress(done: int, total: int) -> None:
+            if before and bar.tasks[task].total is None:  # the first call: no other process is at it
+                how = {"running": "was killed", "interrupted": "was interrupted"}.get(before, before)
+                print(f"mismatch: the run in {folder} {how}; {done} of {total} tasks are done", file=sys.stderr)
             bar.update(task, completed=done, total=total)
 
         table = grids.run(settings, folder, resume, workers, backend, address, progress)

@@ -11,10 +11,17 @@ from typing import Any
 from array_api_compat import array_namespace, is_numpy_array
 
 Array = Any  # numpy.ndarray or torch.Tensor; the standard has no common static type
+NAMESPACES: dict[type, Any] = {}  # by type of array, as found
 
 
 def namespace(*arrays: Array | float | None) -> Any:
     """The array namespace that the given arrays share; Python numbers and None are ignored."""
+    kinds = {type(a): a for a in arrays}
+    if len(kinds) == 1:  # array_namespace takes longer than a small torch operation
+        (kind,) = kinds
+        if kind not in NAMESPACES:
+            NAMESPACES[kind] = array_namespace(kinds[kind])
+        return NAMESPACES[kind]
     return array_namespace(*[a for a in arrays if not isinstance(a, int | float | None)])
 
 
@@ -41,7 +48,17 @@ def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
     if is_numpy_array(x) and mask.all():
         return x  # a pass over a mask is cheaper than one over x
     xp = namespace(x, mask)
-    return xp.where(mask, x, xp.asarray(fill, dtype=x.dtype, device=x.device))
+    if not xp.isdtype(x.dtype, "real floating"):  # a Python number would make it one
+        fill = xp.asarray(fill, dtype=x.dtype, device=x.device)
+    return xp.where(mask, x, fill)
+
+
+def quiet(x: Array, mask: Array) -> Array:
+    """`x` for a computation without gradient whose result is masked afterwards: what is masked may be anything in it.
+
+    numpy would warn of nan or an overflow there and gets 0; torch says nothing, and a pass over x is saved.
+    """
+    return masked(x, mask) if is_numpy_array(x) else x
 
 
 def count(mask: Array, axis: int | None = None, keepdims: bool = False) -> Array:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from sandbox import ratios
-from sandbox.arrays import Array, detach, log, masked, namespace, widen
+from sandbox.arrays import Array, detach, log, masked, namespace, quiet, widen
 from sandbox.batch import Batch, Source, chunks
 from sandbox.errors import BadInput
 
@@ -250,7 +250,7 @@ class Centre:
     def __call__(self, batch: Batch) -> Corrected:
         counted = batch.mask[..., None]
         train, sync, rollout = (
-            masked(widen(detach(batch.need(field))), counted)
+            quiet(widen(detach(batch.need(field))), counted)
             for field in ("logp_train_all", "logp_sync_all", "logp_rollout_all")
         )
         centre = ratios.centring(rollout, train, train - sync, self.cap)

@@ -217,4 +217,5 @@ def tables(outcome: dict[str, Any]) -> dict[str, Sequence[dict[str, Any]]]:
     ]
     failure = outcome.get("failure_step", {"simulated": math.nan})["simulated"]
     summary = {"prediction": outcome["prediction"], "status": outcome["status"], "failure_step": failure}
-    return {"ess_step, updates since the sync": rows, "prediction": [summary]}
+    which = "ess_step, updates since the sync; closed_form: uncorrected and without discrepancy, whatever was asked"
+    return {which: rows, "prediction": [summary]}

@@ -50,6 +50,29 @@ def recorded(folder: Path, config: dict[str, Any], resume: bool = False) -> Iter
     finish_run(folder, **outcome)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other process is in here for this folder, which is made where there is none; a killed one is not either.
+
+    Raises BadInput where one is, or where the folder cannot be made.
+    """
+    import fcntl  # not on Windows, where the rest of this file works
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise BadInput(f"run folder {folder} cannot be made: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInput(f"another process is at work in {folder}") from error
+        yield
+    finally:
+        os.close(held)
+
+
 def create_run(folder: Path, config: dict[str, Any]) -> Path:
     """Make a new run folder with its run.json; of several that try at once, one succeeds.
 

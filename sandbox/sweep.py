@@ -7,34 +7,29 @@ folder; what a kill loses is the tasks in flight, and resuming does the missing 
 
 Each run is held against on-policy training (exact sampler, synced after every update) of the same problem, step size
 and generator: its failure_step, and KL(on-policy || run) of whole sequences at the end, in units of the KL between two
-on-policy runs of different generators.
+on-policy runs of different generators. On-policy training is tasks too, those that are done first.
 """
 
 import hashlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import joblib
 import numpy as np
 import polars as pl
 
-from sandbox import collapse, config, exact, predict, presets, problem_json, results, simulate
+from sandbox import cluster, collapse, config, exact, predict, presets, problem_json, results, simulate
 from sandbox.corrections import CORRECTIONS, Correction
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, ConstantOffset, EveryK, Resync
 from sandbox.problems import Case
 from sandbox.simulate import SimConfig
 
-Backend = Literal["loky", "dask", "ray"]
 MOST_CELLS = 10**6
-ONE_BY_ONE: dict[str, Any] = {"batch_size": 1}  # a task is long enough; joblib would send several at once
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class Cell(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """On-policy training of one problem and step size.
+    """On-policy training of one problem and step size, twice as many runs as a cell has.
 
     logp: log pi at the end of each run. (2 runs, S, V)
     returns: of each run after each update. (2 runs, steps)
@@ -131,6 +126,22 @@ class Reference(NamedTuple):
         return self._replace(logp=self.logp[runs.start : runs.stop])
 
 
+class Task(NamedTuple):
+    """Some runs of a cell; of on-policy training where there is no cell."""
+
+    problem: str
+    step_size: float
+    cell: Cell | None
+    number: int
+    runs: range
+
+    @property
+    def part(self) -> str:
+        """Name of the file that its results go to."""
+        kind = "part" if self.cell else "reference"
+        return f"{kind}-{self.number:06d}-{self.runs.start:06d}.parquet"
+
+
 def axes(sweep: SweepConfig) -> tuple[Sequence[Any], ...]:
     """In the order of a cell's fields."""
     return sweep.problems, sweep.step_sizes, sweep.corrections, sweep.discrepancies, sweep.resyncs
@@ -141,15 +152,19 @@ def cells(sweep: SweepConfig) -> Iterator[Cell]:
     yield from (Cell(number, *point) for number, point in enumerate(itertools.product(*axes(sweep))))
 
 
-def tasks(sweep: SweepConfig) -> list[tuple[Cell, range]]:
-    """Every task: a cell and some of its runs."""
-    shares = [range(i, min(i + sweep.together, sweep.runs)) for i in range(0, sweep.runs, sweep.together)]
-    return list(itertools.product(cells(sweep), shares))
+def tasks(sweep: SweepConfig) -> list[Task]:
+    """Every task, on-policy training first."""
 
+    def shares(runs: int) -> list[range]:
+        return [range(i, min(i + sweep.together, runs)) for i in range(0, runs, sweep.together)]
 
-def part(cell: Cell, runs: range) -> str:
-    """Name of the file that a task's results go to."""
-    return f"part-{cell.number:06d}-{runs.start:06d}.parquet"
+    pairs = enumerate(itertools.product(sweep.problems, sweep.step_sizes))
+    on_policy = [Task(*pair, None, number, share) for number, pair in pairs for share in shares(2 * sweep.runs)]
+    return on_policy + [
+        Task(cell.problem, cell.step_size, cell, cell.number, share)
+        for cell in cells(sweep)
+        for share in shares(sweep.runs)
+    ]
 
 
 def run(
@@ -157,7 +172,7 @@ def run(
     folder: Path,
     resume: bool = False,
     workers: int = -1,
-    backend: Backend = "loky",
+    backend: cluster.Backend = "loky",
     address: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pl.DataFrame:
@@ -171,49 +186,91 @@ def run(
     Returns: a row a run: the cell's axes, run, ess_step, failure_step, return, return_sampler, syncs,
         kl (from on-policy, in units of the pair's), staleness (of a fixed period, else null).
     Raises:
-        BadInput: another config's folder; a problem that cannot be read; a dead worker or cluster.
+        BadInput: another config's folder, or one that another process is at; a damaged part; a problem that cannot be
+            read; a dead worker or cluster.
     """
     cases = {name: problem_json.named(name) for name in sweep.problems}
     asked = config.resolved(sweep) | {"digests": [_digest(case) for case in cases.values()]}
     every = tasks(sweep)
-    with workers_of(workers, backend, address, folder):
-        results.begin_run(folder, asked, resume)
-        missing = [task for task in every if not (folder / "parts" / part(*task)).exists()]
-        progress(len(every) - len(missing), len(every))
-        wanted = sorted({(cell.problem, cell.step_size) for cell, _ in missing})
-        calls = (joblib.delayed(reference)(sweep, cases[name], step_size) for name, step_size in wanted)
-        found: Any = joblib.Parallel(**ONE_BY_ONE)(calls)
-        against: dict[tuple[str, float], Reference] = dict(zip(wanted, found, strict=True))
-        calls = (
-            joblib.delayed(done)(sweep, cases[cell.problem], cell, runs, against[cell.problem, cell.step_size].of(runs))
-            for cell, runs in missing
+    if resume:
+        results.begin_run(folder, asked, resume)  # refuses a folder without this run
+    with (
+        cluster.workers_of(workers, backend, address, folder),
+        results.alone(folder),
+        results.recorded(folder, asked, resume),
+    ):
+        tables = {task: _read(path, task) for task in every if (path := folder / "parts" / task.part).exists()}
+        wanted = {task[:2] for task in every if task.cell and task not in tables}
+        missing = [task for task in every if task not in tables and task[:2] in wanted]
+        todo = len(missing)
+        progress(len(every) - todo, len(every))
+
+        def do(calls: Iterable[Any]) -> None:
+            nonlocal todo
+            for task, table in cluster.as_they_come(calls):
+                results.write_table(folder / "parts" / task.part, table)
+                tables[task] = table
+                todo -= 1
+                progress(len(every) - todo, len(every))
+
+        do(joblib.delayed(on_policy)(sweep, cases[task.problem], task) for task in missing if not task.cell)
+        fresh = [task for task in every if not task.cell and task[:2] in wanted]
+        against = {
+            pair: _reference(sweep, cases[pair[0]], [tables[task] for task in shares])
+            for pair, shares in itertools.groupby(fresh, lambda task: task[:2])
+        }
+        do(
+            joblib.delayed(done)(sweep, cases[task.problem], task, against[task[:2]].of(task.runs))
+            for task in missing
+            if task.cell
         )
-        for count, (name, table) in enumerate(as_they_come(calls), 1):
-            results.write_table(folder / "parts" / name, table)
-            progress(len(every) - len(missing) + count, len(every))
-    table = pl.concat([pl.read_parquet(folder / "parts" / part(*task)) for task in every])
-    results.write_table(folder / "runs.parquet", table)
-    results.finish_run(folder)
+        table = pl.concat([tables[task] for task in every if task.cell])
+        results.write_table(folder / "runs.parquet", table)
     return table
 
 
-def reference(sweep: SweepConfig, case: Case, step_size: float) -> Reference:
-    """On-policy training that runs of this problem and step size are held against."""
-    on_policy = Cell(0, "", step_size, CORRECTIONS["none"], 0.0, EveryK(1)).training(sweep)
-    runs = simulate.run(case.problem, predict.start_of(case, sweep.start), on_policy, range(2 * sweep.runs))
-    logp = runs.state.policies.train
+def on_policy(sweep: SweepConfig, case: Case, task: Task) -> tuple[Task, pl.DataFrame]:
+    """A task of on-policy training and its part: a row a run, `logp` (S V,) at the end, `returns` (steps,)."""
+    training = Cell(0, "", task.step_size, CORRECTIONS["none"], 0.0, EveryK(1)).training(sweep)
+    trained = simulate.run(case.problem, predict.start_of(case, sweep.start), training, task.runs)
+    rows = {
+        "run": np.array(task.runs),
+        "logp": trained.state.policies.train.reshape(len(task.runs), -1),
+        "returns": trained.table["return"].to_numpy().reshape(len(task.runs), -1),
+    }
+    return task, pl.DataFrame(rows)
+
+
+def _reference(sweep: SweepConfig, case: Case, parts: list[pl.DataFrame]) -> Reference:
+    """What the parts of on-policy training say together."""
+    table = pl.concat(parts)
+    logp = table["logp"].to_numpy().reshape(-1, *case.problem.shape)
     unit = exact.kl(case.problem, logp[: sweep.runs], logp[sweep.runs :]).mean()
-    return Reference(logp, runs.table["return"].to_numpy().reshape(len(logp), -1), float(unit))
+    return Reference(logp, table["returns"].to_numpy(), float(unit))
 
 
-def done(sweep: SweepConfig, case: Case, cell: Cell, runs: range, against: Reference) -> tuple[str, pl.DataFrame]:
-    """A task's part: its name and its rows, as `run` returns them.
+def done(sweep: SweepConfig, case: Case, task: Task, against: Reference) -> tuple[Task, pl.DataFrame]:
+    """A task of a cell and its part: its rows, as `run` returns them.
 
     Args:
         against: its `logp` of these runs alone.
     """
-    trained = simulate.run(case.problem, predict.start_of(case, sweep.start), cell.training(sweep), runs)
-    return part(cell, runs), _rows(sweep, case, cell, runs, against, trained)
+    assert task.cell
+    training = task.cell.training(sweep)
+    trained = simulate.run(case.problem, predict.start_of(case, sweep.start), training, task.runs)
+    return task, _rows(sweep, case, task.cell, task.runs, against, trained)
+
+
+def _read(path: Path, task: Task) -> pl.DataFrame:
+    """A part that an earlier call has left."""
+    try:
+        table = pl.read_parquet(path)
+        whole = table["run"].to_list() == list(task.runs)
+    except (pl.exceptions.PolarsError, OSError):
+        whole = False
+    if not whole:
+        raise BadInput(f"part {path} is damaged: delete it, and --resume makes it anew")
+    return table
 
 
 def _rows(
@@ -251,7 +308,8 @@ def one(sweep: SweepConfig) -> tuple[pl.DataFrame, dict[str, Any]]:
         raise BadInput(f"the grid has {1 + len(others)} cells, expected one: mismatch sweep does them all")
     case = problem_json.named(cell.problem)
     trained = simulate.run(case.problem, predict.start_of(case, sweep.start), cell.training(sweep), runs)
-    table = _rows(sweep, case, cell, runs, reference(sweep, case, cell.step_size).of(runs), trained)
+    _, fresh = on_policy(sweep, case, Task(cell.problem, cell.step_size, None, 0, range(2 * sweep.runs)))
+    table = _rows(sweep, case, cell, runs, _reference(sweep, case, [fresh]).of(runs), trained)
     return trained.table, summary(table).to_dicts()[0]
 
 
@@ -278,48 +336,3 @@ def _digest(case: Case) -> str:
     arrays = problem.transition, problem.reward, case.logits, case.sampler_logits
     content = [x.tobytes() for x in arrays] + [repr((problem.shape, problem.horizon, problem.initial)).encode()]
     return hashlib.sha256(b"".join(content)).hexdigest()
-
-
-@contextmanager
-def workers_of(workers: int, backend: Backend, address: str | None, folder: Path) -> Iterator[None]:
-    """joblib's own way to local processes, dask or ray."""
-    lost: tuple[type[BaseException], ...] = (BrokenExecutor,)
-    with ExitStack() as stack:
-        try:
-            if backend == "dask":
-                from distributed import Client, KilledWorker
-
-                lost = (*lost, KilledWorker)
-                local = {"n_workers": workers if workers > 0 else os.cpu_count(), "threads_per_worker": 1}
-                stack.enter_context(Client(address) if address else Client(**local, dashboard_address=None))
-            if backend == "ray":
-                import ray  # type: ignore[import-not-found]
-                from ray.util.joblib import register_ray  # type: ignore[import-not-found]
-
-                ray.init(address=address, log_to_driver=False)
-                stack.callback(ray.shutdown)
-                register_ray()
-        except ImportError as error:
-            raise BadInput(
-                f"backend {backend} needs {error.name}: pip install 'mismatch-sandbox[{backend}]'"
-            ) from error
-        except (OSError, TimeoutError, ValueError) as error:
-            raise BadInput(f"backend {backend}: no cluster at {address}: {error}") from error
-        stack.enter_context(joblib.parallel_config(backend, n_jobs=workers))
-        try:
-            yield
-        except lost as error:
-            raise BadInput(f"a worker died; every finished task is in {folder}, go on with --resume") from error
-
-
-def as_they_come(calls: Iterable[Any]) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Results in order of completion; in waves where the backend can only give them all at once."""
-    try:
-        pool: Any = joblib.Parallel(**ONE_BY_ONE, return_as="generator_unordered")
-    except ValueError:
-        calls, size = iter(calls), 4 * joblib.effective_n_jobs()
-        with joblib.Parallel(**ONE_BY_ONE) as pool:  # one pool of processes for all waves
-            while wave := list(itertools.islice(calls, size)):
-                yield from pool(wave)
-    else:
-        yield from pool(calls)

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 from distributed import LocalCluster
 
-from sandbox import collapse, config, exact, plots, problem_json, simulate, sweep
+from sandbox import collapse, config, exact, plots, problem_json, results, simulate, sweep
 from sandbox.corrections import CORRECTIONS
 from sandbox.errors import BadInput
 from sandbox.mismatch import RESYNCS, ConstantOffset, EveryK
@@ -125,7 +125,7 @@ def test_a_killed_sweep_goes_on_with_what_is_missing(table, tmp_path):
         )
         killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, check=False)
         assert killed.returncode == -signal.SIGKILL
-        now = {path.name: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.parquet")}
+        now = {path.name: path.stat().st_mtime_ns for path in folder.glob("parts/*.parquet")}
         assert kept.items() <= now.items()  # nothing was done twice
         kept = now
     assert len(kept) < len(sweep.tasks(GRID))
@@ -135,6 +135,7 @@ def test_a_killed_sweep_goes_on_with_what_is_missing(table, tmp_path):
     assert pl.read_parquet(folder / "runs.parquet").equals(table)
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert len(json.loads(done.stdout)["cells"]) == 16
+    assert f"was killed; {len(kept)} of {len(sweep.tasks(GRID))} tasks are done" in done.stderr.replace("\n", " ")
 
 
 def test_a_folder_of_another_config_or_problem_is_not_resumed(tmp_path):
@@ -150,6 +151,49 @@ def test_a_folder_of_another_config_or_problem_is_not_resumed(tmp_path):
     problem_json.save(tmp_path / "mine.json", problem_json.named("negative_prefixes"))
     with pytest.raises(BadInput, match="another digests"):
         sweep.run(grid, tmp_path / "run", True, workers=1)
+
+
+def test_on_policy_training_is_kept_and_done_once(table, tmp_path, monkeypatch):
+    """Stopped after the first part of a cell: what it is held against is there, in shares, and resuming redoes none."""
+
+    def stop(done: int, total: int) -> None:
+        if list((tmp_path / "run" / "parts").glob("part-*")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(GRID, tmp_path / "run", workers=1, progress=stop)
+    assert results.read_run(tmp_path / "run")["status"] == "interrupted"
+    parts = tmp_path / "run" / "parts"
+    assert len(list(parts.glob("reference-*"))) == 2 * 5  # two problems, ten runs of each, two a task
+    monkeypatch.setattr(sweep, "on_policy", None)
+    assert sweep.run(GRID, tmp_path / "run", True, workers=1).equals(table)
+    for path in parts.glob("reference-*"):
+        path.unlink()
+    assert sweep.run(GRID, tmp_path / "run", True, workers=1).equals(table)  # nothing is missing that needs them
+
+
+@pytest.mark.parametrize("part", ["reference-000001-000004", "part-000003-000002"])
+def test_a_damaged_part_is_one_line_that_names_it(part, table, tmp_path):
+    sweep.run(GRID, tmp_path / "run", workers=1)
+    path = tmp_path / "run" / "parts" / f"{part}.parquet"
+    other = path.with_name("part-000000-000000.parquet").read_bytes()
+    for content in (path.read_bytes()[:-20], b"", other):
+        path.write_bytes(content)
+        with pytest.raises(BadInput, match=rf"part .*{part}\.parquet is damaged"):
+            sweep.run(GRID, tmp_path / "run", True, workers=1)
+    path.unlink()
+    assert sweep.run(GRID, tmp_path / "run", True, workers=1).equals(table)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    grid = SweepConfig(("bandit",), runs=2, steps=2, batch_size=4)
+    with results.alone(tmp_path / "run"), pytest.raises(BadInput, match="another process is at work in"):
+        sweep.run(grid, tmp_path / "run", workers=1)
+    sweep.run(grid, tmp_path / "run", workers=1)
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    with results.alone(tmp_path / "run"), pytest.raises(BadInput, match="another process is at work in"):
+        sweep.run(grid, tmp_path / "run", True, workers=1)
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
 def test_a_dead_worker_is_one_line(tmp_path):
@@ -198,6 +242,15 @@ def test_the_commands_refuse_in_one_line(mismatch, tmp_path):
         assert (status, out) == (2, "")
         assert message in err.splitlines()[-1]
         assert not (tmp_path / "new").exists()
+
+
+def test_an_address_without_a_cluster_is_refused(mismatch, tmp_path):
+    toml = tmp_path / "grid.toml"
+    toml.write_text('problems = ["bandit"]\n')
+    status, _, err = mismatch("sweep", str(toml), "--out", "new", "--address", "tcp://here:1")
+    assert status == 2
+    assert "address is tcp://here:1, and backend loky has none" in err
+    assert not (tmp_path / "new").exists()
 
 
 def test_simulate_keeps_every_step_of_the_only_cell(mismatch, tmp_path):

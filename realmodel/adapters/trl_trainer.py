@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from realmodel.adapters.ranks import global_ess
@@ -216,9 +215,16 @@ def _padded_top(logprobs: list, ids: list, completion_ids: Tensor, k: int) -> di
     for b, (values, tokens) in enumerate(zip(*tables, strict=True)):
         if values.ndim != 2 or values.shape != tokens.shape or values.shape[1] < k or len(values) > width:
             raise BadInput(f"top_logprobs[{b}] has shape {tuple(values.shape)}, expected (T, {k})")
-    padded = [pad_sequence(rows, batch_first=True)[..., :k] for rows in tables]
-    padded = [nn.functional.pad(x, (0, 0, 0, width - x.shape[1])).to(device) for x in padded]
-    return {"top_token_ids": padded[1].long(), "sampling_top_logps": padded[0].float()}
+    lengths = torch.tensor([len(values) for values in tables[0]])
+    drawn = torch.arange(width) < lengths[:, None]
+
+    def padded(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
+        flat = torch.cat(rows)[:, :k].to(dtype)
+        if len(flat) < drawn.numel():
+            flat = torch.zeros((drawn.numel(), k), dtype=dtype).masked_scatter_(drawn.reshape(-1, 1), flat)
+        return flat.reshape(*drawn.shape, k).to(device)
+
+    return {"top_token_ids": padded(tables[1], torch.long), "sampling_top_logps": padded(tables[0], torch.float32)}
 
 
 def _table(rows: Any) -> Tensor:
