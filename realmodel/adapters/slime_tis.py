@@ -47,7 +47,7 @@ def tis(
     if [logp.shape[0] for logp in train_log_probs] != lengths:
         raise BadInput("train_log_probs are shards of responses: context parallelism is not supported by this hook")
     old, q, mask = (torch.cat(parts)[None] for parts in (train_log_probs, rollout_log_probs, loss_masks))
-    dtype, real = mask.dtype, mask
+    dtype, real = mask.dtype, None
     if not rule.factors:  # a rule on tokens alone does not care in which row they stand
         limits = torch.tensor(lengths, device=pg_loss.device)
         real = torch.arange(max(lengths), device=pg_loss.device) < limits[:, None]
@@ -55,10 +55,13 @@ def tis(
     counted = mask.bool()
     batch = Batch(old.detach(), q, counted, torch.zeros_like(old[:, :1]))
     corrected = rule(batch)
-    every = (applied(batch, corrected), counted & corrected.keep, counted)
-    weight, keep, counted = (x[0] if rule.factors else x[real] for x in every)
-    metrics = {"mismatch_weight": weight, "mismatch_rejected": (counted & ~keep).to(weight.dtype)}
-    masks = list(keep.to(dtype).split(lengths))
+    weight, keep, before = (
+        rows[0] if real is None else rows[real]
+        for rows in (applied(batch, corrected), counted & corrected.keep, counted)
+    )
+    metrics = {"mismatch_weight": weight, "mismatch_rejected": (before & ~keep).to(weight.dtype)}
+    rejects = corrected.keep is not counted  # else the masks are the ones that came
+    masks = list(keep.to(dtype).split(lengths)) if rejects else loss_masks
     return torch.where(weight > 0, pg_loss, 0.0) * weight, masks, metrics
 
 

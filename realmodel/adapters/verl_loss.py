@@ -60,12 +60,9 @@ def policy_loss(rule: Correction) -> Callable[..., tuple[Tensor, dict[str, Any]]
         corrected = rule(batch)
         per_token = losses.reinforce_per_token(batch, corrected)
         value = agg_loss(per_token, response_mask, loss_agg_mode, **config.global_batch_info)
-        tokens = batch.mask.sum().clamp(min=1)
-        metrics = {
-            "mismatch/weight": (applied(batch, corrected).sum() / tokens).item(),
-            "mismatch/rejected": ((batch.mask & ~corrected.keep).sum() / tokens).item(),
-        }
-        return value, metrics | lag_sums(batch)
+        told = torch.stack([applied(batch, corrected).sum(), (batch.mask & ~corrected.keep).sum()])
+        weight, rejected = (told / batch.mask.sum().clamp(min=1)).tolist()  # a GPU is waited for once
+        return value, {"mismatch/weight": weight, "mismatch/rejected": rejected} | lag_sums(batch)
 
     return loss
 
@@ -78,7 +75,8 @@ def lag_sums(batch: Batch) -> dict[str, float]:
     undefined, syncs. Rows without a token (verl's padding) do not count.
     """
     r = sequence_log_weight(batch, "lag").double().exp()
-    return {f"mismatch/lag_r{k}": (r**k).sum().item() for k in POWERS} | {"mismatch/lag_n": float(len(r))}
+    sums = torch.stack([(r**k).sum() for k in POWERS]).tolist()
+    return {f"mismatch/lag_r{k}": x for k, x in zip(POWERS, sums, strict=True)} | {"mismatch/lag_n": float(len(r))}
 
 
 def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[DataProto, dict[str, float]]:

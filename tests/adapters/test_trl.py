@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from realmodel import model as policy
 from realmodel import tasks
 from realmodel.adapters.trl_sampler import CopySampler
-from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer, _ask_vllm_for_top_k
+from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer, _ask_vllm_for_top_k, _padded_top
 from realmodel.align import Rollout, pad, to_batch, wanted
 from sandbox import losses
 from sandbox.batch import Batch
@@ -276,6 +276,29 @@ def test_several_updates_a_generation_and_evaluation_leave_the_sampler_alone(fol
 def test_settings_that_would_change_the_update_are_refused(folder, tmp_path, settings: dict, words: str):
     with pytest.raises(BadInput, match=words):
         trainer(folder, tmp_path, **{"correction": "tis"} | settings)
+
+
+def test_the_samplers_top_tokens_of_responses_of_several_lengths():
+    """Tensors or lists, three of four columns, a batch that is wider than its longest response."""
+    values = [[[-0.1, -2.5, -3.0, -9.0]], [[-0.2, -2.0, -4.0, -5.0], [-0.7, -1.0, -2.0, -3.0]]]
+    ids = [[[5, 1, 2, 9]], [[7, 3, 8, 0], [4, 6, 5, 2]]]
+    for kind in (list, torch.tensor):
+        got = _padded_top([kind(v) for v in values], [kind(i) for i in ids], torch.zeros(2, 3), 3)
+        logps, top = got["sampling_top_logps"], got["top_token_ids"]
+        nothing = [0, 0, 0]
+        assert top.tolist() == [[[5, 1, 2], nothing, nothing], [[7, 3, 8], [4, 6, 5], nothing]]
+        wanted = [[[-0.1, -2.5, -3.0], nothing, nothing], [[-0.2, -2.0, -4.0], [-0.7, -1.0, -2.0], nothing]]
+        torch.testing.assert_close(logps, torch.tensor(wanted))
+    with pytest.raises(BadInput, match=r"top_logprobs\[1\] has shape \(2, 4\), expected \(T, 5\)"):
+        _padded_top([[[-0.1] * 5], values[1]], [[[0] * 5], ids[1]], torch.zeros(2, 3), 5)
+
+
+def test_the_example_trains(tmp_path):
+    command = [sys.executable, "-m", "realmodel.adapters.examples.trl_grpo", "--max_steps", "2"]
+    config = ["--config", "realmodel/adapters/examples/trl_small.yaml", "--output_dir", str(tmp_path)]
+    done = subprocess.run([*command, *config], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train_loss" in done.stdout
 
 
 def test_a_sampler_that_reports_nothing_is_refused(folder, tmp_path):
