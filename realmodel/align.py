@@ -6,11 +6,12 @@ P - 1 + t. Sequences are padded on the right, where causal attention keeps paddi
 """
 
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sandbox.batch import Batch, check
 from sandbox.errors import BadInput
@@ -69,8 +70,11 @@ def pad(rollout: Rollout, pad_id: int) -> tuple[Tensor, Tensor]:
     Returns:
         (ids, attention_mask), both long (B, L); the mask is 1 on real tokens.
     """
-    sequences = [p + r for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
-    return pad_ids(sequences, pad_id, rollout.width)
+    return pad_ids(_sequences(rollout), pad_id, rollout.width)
+
+
+def _sequences(rollout: Rollout) -> list[list[int]]:
+    return [p + r for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
 
 
 def pad_ids(sequences: list[list[int]], pad_id: int, width: int = 0) -> tuple[Tensor, Tensor]:
@@ -97,17 +101,15 @@ def predicted_by(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         BadInput: naming the row of an empty prompt or response.
     """
-    size, width = len(rollout.response_ids), max(map(len, rollout.response_ids), default=0)
-    rows = torch.zeros(size, width, dtype=torch.long)
-    tokens = torch.zeros_like(rows)
-    mask = torch.zeros(size, width, dtype=torch.bool)
     for b, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
         if not prompt or not response:
             raise BadInput(f"{'response' if prompt else 'prompt'}_ids[{b}] is empty")
-        n = len(response)
-        rows[b, :n] = torch.arange(len(prompt) - 1, len(prompt) - 1 + n)
-        tokens[b, :n] = torch.tensor(response)
-        mask[b, :n] = True
+    before, counts = (torch.tensor(list(map(len, ids))) for ids in (rollout.prompt_ids, rollout.response_ids))
+    place = torch.arange(max(counts.tolist(), default=0))
+    mask = place < counts[:, None]
+    rows = torch.where(mask, before[:, None] - 1 + place, 0)
+    tokens = torch.zeros_like(rows)
+    tokens[mask] = torch.tensor(list(chain(*rollout.response_ids)), dtype=torch.long)
     return rows, tokens, mask
 
 
@@ -237,15 +239,16 @@ def _check_sizes(rollout: Rollout, ids: Tensor) -> None:
         raise BadInput(f"logp has {len(rollout.logp)} rows for {size} responses")
     if ids.ndim != 2 or len(ids) != size:
         raise BadInput(f"ids has shape {tuple(ids.shape)}, expected ({size}, L)")
-    for b, (prompt, response, logp) in enumerate(
-        zip(rollout.prompt_ids, rollout.response_ids, rollout.logp, strict=True)
-    ):
-        if ids[b, : len(prompt) + len(response)].tolist() != prompt + response:
-            raise BadInput(f"ids[{b}] is not the prompt and response of the rollout")
+    for b, (response, logp) in enumerate(zip(rollout.response_ids, rollout.logp, strict=True)):
         if logp is None or np.asarray(logp).dtype == object:
             raise BadInput(f"logp[{b}] is missing: the sampler reported no log-probability")
         if np.shape(logp) != (len(response),):
             raise BadInput(f"logp[{b}] has shape {np.shape(logp)} for a response of {len(response)} tokens")
+    own, real = pad_ids(_sequences(rollout), 0)
+    seen = ids.cpu()[:, : own.shape[1]]
+    wrong = (own != nn.functional.pad(seen, (0, own.shape[1] - seen.shape[1]), value=-1)) & (real == 1)
+    if wrong.any():
+        raise BadInput(f"ids[{int(wrong.any(1).int().argmax())}] is not the prompt and response of the rollout")
 
 
 def _vocabulary(rollout: Rollout) -> list[np.ndarray]:

@@ -41,7 +41,7 @@ def resolve(model: str, task: str) -> str | Path:
     """
     if model not in NAMED:
         return model
-    return build(Recipe(task=task, steps=tasks.get(task).supervised_steps, **NAMED[model]))
+    return build(Recipe(**{"task": task, "steps": tasks.get(task).supervised_steps, **NAMED[model]}))
 
 
 def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:

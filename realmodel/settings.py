@@ -40,7 +40,8 @@ class RunConfig:
         trainer_dtype: of the trainer's matrix products; the weights that AdamW updates are float32 either way.
         probe: responses drawn afresh at every sync, on which the lag's ESS is measured before each update; 0 is off.
         probe_kept: keep the first probe for the whole run: its ESS is of all that the trainer moved since the start.
-        held_out: problems on which the exact pass rate is computed before each update.
+        held_out: problems on which the pass rate is measured before each update: exactly, or, where a verifier scores
+            the task, by one response a problem drawn from the live weights.
         checkpoint_every: steps between checkpoints, from which a killed run can go on.
         engine: how the sampler runs.
     """

@@ -51,18 +51,23 @@ class Verification:
     rms: float
 
 
-def push(llm: Any, model: nn.Module) -> None:
+def push(llm: Any, model: nn.Module, weights: dict[str, Tensor] | None = None) -> None:
     """Puts the trainer's weights into the running engine and empties its prefix cache.
+
+    Args:
+        llm, model: the engine and the trainer.
+        weights: a snapshot to push instead of the model's own.
 
     Raises:
         SyncError: where the prefix cache could not be emptied (a request is still running).
     """
-    if isinstance(llm, ExactEngine):
-        llm.model.load_state_dict(model.state_dict())
-        return
     # state_dict, not named_parameters: only the former has a tied lm_head.weight.
-    weights = [(name, value.detach()) for name, value in model.state_dict().items()]
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    state = model.state_dict() if weights is None else weights
+    if isinstance(llm, ExactEngine):
+        llm.model.load_state_dict(state)
+        return
+    given = [(name, value.detach()) for name, value in state.items()]
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given)})
     if not torch.cuda.is_available():
         llm.apply_model(_pack_experts)
     if not llm.reset_prefix_cache():
@@ -70,7 +75,7 @@ def push(llm: Any, model: nn.Module) -> None:
 
 
 def verify(
-    llm: Any, model: nn.Module, probe: list[list[int]], max_new_tokens: int = 3, seed: int = 0, columns: int = 64
+    llm: Any, model: nn.Module, probe: list[list[int]], max_new_tokens: int = 2, seed: int = 0, columns: int = 64
 ) -> Verification:
     """Proof that the engine holds the trainer's weights; call it after each `push`.
 
@@ -79,7 +84,8 @@ def verify(
         model: the trainer.
         probe: prompts, of which the first is also used to look for a stale prefix cache: an engine whose cache was
             emptied has none of its tokens. So use prompts that the run samples, eight or so.
-        max_new_tokens: length of the probe's responses.
+        max_new_tokens: length of the probe's responses: their first token comes from the pass over the prompt, the
+            next from decoding.
         seed: of the probe and of the columns.
         columns: columns of each weight matrix to read back; all where there are no more than that.
 

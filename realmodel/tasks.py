@@ -2,9 +2,9 @@
 
 Where a problem has no `score` of its own, its answer is unique and the reward compares token ids: a policy's exact pass
 rate at temperature 1 is then the probability it gives that one answer (`model.pass_probability`), free of sampling
-noise. Where a verifier scores the text (reasoning-gym, math-verify), other responses pass too, and that probability is
-a lower bound. One prompt in ten is held out, chosen by a hash of the prompt itself: whoever draws it, in whatever
-order, it is on the same side.
+noise. Where a verifier scores the text (reasoning-gym, math-verify), other responses pass too: that probability is a
+lower bound, and a run draws one response a problem instead. One prompt in ten is held out, chosen by a hash of the
+prompt itself: whoever draws it, in whatever order, it is on the same side.
 """
 
 import json

@@ -77,7 +77,7 @@ def train(
             corrected = config.correction(batch)
             row = {"step": step, "loss": 0.0}
             row |= record.measured(batch, rollout, rewards, corrected.keep)
-            row |= _state(learner, run, held_out, step)
+            row |= _state(config, llm, learner, run, held_out, step)
             record.write_rollouts(folder, step, batch, rollout, rewards)
             updating = time.perf_counter()
             # where every token is rejected there is no gradient, and AdamW's momentum must not move the weights alone
@@ -98,7 +98,7 @@ def train(
                 underway.save(folder, learner, run, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it
-        last = {"step": config.steps, "synced": False} | _state(learner, run, held_out, config.steps)
+        last = {"step": config.steps, "synced": False} | _state(config, llm, learner, run, held_out, config.steps)
         steps = pl.DataFrame([*run.rows, last], infer_schema_length=None)
         results.write_table(folder / "steps.parquet", steps)
         outcome |= {name: sum(row[key] for row in run.rows) for name, key in COUNTED.items()}
@@ -132,12 +132,15 @@ def evaluate(
     """
     ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
     rows, columns = asked(learner, rollout, ids, centre)
-    pi = log_probs_at(learner.model, ids, rows, columns)
-    drew, mu = torch.from_numpy(np.concatenate(rollout.versions())), pi.detach()
+    drew = torch.from_numpy(np.concatenate(rollout.versions()))
+    old = {}  # before pi: a pass beside the graph of another makes the allocator give memory back and fetch it again
     for other in torch.unique(drew[drew != version]).tolist():
         there = drew == other
-        old = log_probs_at(learner.model, ids, rows[there], columns[there], snapshots[other])
-        mu = mu.clone().index_put((there.to(mu.device),), old)
+        old[other] = log_probs_at(learner.model, ids, rows[there], columns[there], snapshots[other])
+    pi = log_probs_at(learner.model, ids, rows, columns)
+    mu = pi.detach()
+    for other, values in old.items():
+        mu = mu.clone().index_put(((drew == other).to(mu.device),), values)
     return to_batch(rollout, ids, advantage, pi, version, mu, centre)
 
 
@@ -184,13 +187,25 @@ def _reward(learner: Learner, problem: tasks.Problem, response_ids: list[int]) -
     return problem.reward(response_ids, learner.tokenizer)
 
 
-def _state(learner: Learner, run: Run, held_out: list[tasks.Problem], version: int) -> dict:
+def _passes(
+    config: RunConfig, llm: Any, learner: Learner, run: Run, held_out: list[tasks.Problem], version: int
+) -> list[float]:
+    """Of each held-out problem the probability of passing; where a verifier scores, one response's reward instead."""
+    if all(problem.score is None for problem in held_out):
+        return policy.pass_probability(learner.model, held_out, learner.tokenizer).tolist()
+    rollout = underway.of_live(config, llm, learner, run, held_out, version)
+    return _rewards(learner, held_out, rollout, version).tolist()
+
+
+def _state(
+    config: RunConfig, llm: Any, learner: Learner, run: Run, held_out: list[tasks.Problem], version: int
+) -> dict:
     return {
         "version_train": version,
         "version_rollout": run.at_sync.version,
         "steps_since_sync": version - run.at_sync.version,
         "sync_max_difference": run.at_sync.max_difference,
-        "pass_probability": policy.pass_probability(learner.model, held_out, learner.tokenizer).tolist(),
+        "pass_probability": _passes(config, llm, learner, run, held_out, version),
         **probe_lag(learner, run.probe, version),
     }
 

@@ -118,6 +118,19 @@ def sync_now(config: RunConfig, llm: Any, learner: Learner, run: Run, version: i
         run.probe = Probe(version, probe, mu)
 
 
+def of_live(
+    config: RunConfig, llm: Any, learner: Learner, run: Run, problems: list[tasks.Problem], version: int
+) -> Rollout:
+    """One response a problem from the live weights; where the engine holds older ones, it has them back afterwards."""
+    held = run.at_sync.version
+    if version != held:
+        sync.push(llm, learner.model)
+    rollout = _draw(config, llm, learner, Draft(0, problems, ""), 1, _seed(config, 3, version), version, None)
+    if version != held:
+        sync.push(llm, learner.model, run.snapshots[held])
+    return rollout
+
+
 def top(config: RunConfig) -> int:
     """The log-probabilities that the correction needs of the sampler, besides the drawn token's."""
     return (config.centre_top or WHOLE) if config.correction.centres else 0
