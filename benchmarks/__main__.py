@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import corrections, exact, plain, sweep
 from benchmarks.clock import best
-from sandbox import problems, simulate
 from sandbox.corrections import CORRECTIONS
+from sandbox.tabular import problems, simulate
 
 
 def simulator(runs: int = 64, steps: int = 200) -> None:

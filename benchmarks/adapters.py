@@ -26,15 +26,14 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 from verl.trainer.ppo.core_algos import get_policy_loss_fn  # pyright: ignore[reportMissingImports]
 from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
 
-from realmodel import model as policy
-from realmodel import tasks
 from realmodel.adapters import prime_rl_loss, slime_tis
 from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
 from realmodel.adapters.verl_loss import CARRY  # which registers the losses
-from sandbox import losses
+from realmodel.policy import model as policy
+from realmodel.policy import tasks
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS
+from sandbox.corrections import CORRECTIONS, losses
 
 ROWS, WIDTH, STEPS, ROUNDS = 256, 9, 12, 4
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks import synthetic
-from sandbox.diagnose import diagnose
+from sandbox.diagnosis.diagnose import diagnose
 
 
 def judged(cause: str, seed: int) -> tuple[str, bool, list[str]]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from benchmarks import straightforward
 from benchmarks.clock import best
-from sandbox import health, losses, summary
 from sandbox.batch import Batch
-from sandbox.corrections import DLC, Corrected, in_chunks
-from sandbox.presets import PRESETS
+from sandbox.corrections import DLC, PRESETS, Corrected, in_chunks, losses
+from sandbox.metrics import Report, report, summary
 
 
 def batch_of(rows: int, width: int) -> Batch:
@@ -73,7 +72,7 @@ class Fused:
 
         self.both = torch.compile(both, fullgraph=True, dynamic=False)
 
-    def __call__(self, batch: Batch) -> tuple[Corrected, health.Report]:
+    def __call__(self, batch: Batch) -> tuple[Corrected, Report]:
         corrected = Corrected(torch.empty_like(batch.logp_train), batch.mask, 0.0)  # TIS rejects nothing
 
         def sums(piece: Batch, weight: Tensor, keep: Tensor) -> tuple:
@@ -81,7 +80,7 @@ class Fused:
             weight.copy_(fresh)
             return told
 
-        return corrected, health.report(summary.summarise(batch, corrected, sums, self.tokens))
+        return corrected, report(summary.summarise(batch, corrected, sums, self.tokens))
 
 
 def main() -> None:
@@ -107,9 +106,9 @@ def main() -> None:
         )
         print(f"  {name:30} {whole:6.1f} {chunked:6.1f}")
 
-    def eager() -> tuple[Corrected, health.Report]:
+    def eager() -> tuple[Corrected, Report]:
         corrected = in_chunks(PRESETS["tis"], batch)
-        return corrected, health.report(batch, corrected)
+        return corrected, report(batch, corrected)
 
     def plain() -> tuple[Tensor, dict]:
         sync: Tensor = batch.need("logp_sync")
@@ -133,7 +132,7 @@ def main() -> None:
         print(f"  {name:30} {seconds * 1e3:7.1f} {seconds / addition:7.1f} {slow / seconds:6.1f} {arrays:6.1f}")
 
 
-def agree(report: health.Report, plain: dict) -> None:
+def agree(report: Report, plain: dict) -> None:
     """The two say the same, or the comparison is void."""
     pairs = {
         "ess_sequence": report.ess["sequence"].raw,

@@ -13,15 +13,16 @@ import numpy as np
 import polars as pl
 
 from benchmarks.clock import best
-from realmodel.readers import read
-from sandbox.diagnose import diagnose
+from realmodel.dumps.readers import read
+from sandbox.diagnosis.diagnose import diagnose
 
 TOKENS, LENGTH, BUDGET = 10_000_000, 1000, (20.0, 2.0)  # seconds, GiB
 LINES = 5_000  # responses of the JSON file
 # The peak is the kernel's VmHWM: ru_maxrss of a child starts at that of the parent, which made the table.
 PEAK = "; print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr)"
 READ = (
-    "import sys; from pathlib import Path; from realmodel.readers import read; [0 for _ in read([Path(sys.argv[1])])]"
+    "import sys; from pathlib import Path; from realmodel.dumps.readers import read;"
+    " [0 for _ in read([Path(sys.argv[1])])]"
 )
 DIAGNOSE = "import sys; from realmodel.cli import main; sys.argv[1:] = ['diagnose', sys.argv[1], '--json']; main()"
 

@@ -7,11 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from sandbox import bias, exact, problems
 from sandbox.corrections import CORRECTIONS
-from sandbox.exact_report import CORRECTIONS as SIX
-from sandbox.policy import policies_of
-from sandbox.problems import Case, Problem
+from sandbox.experiments.exact_report import CORRECTIONS as SIX
+from sandbox.tabular import bias, exact, problems
+from sandbox.tabular.policy import policies_of
+from sandbox.tabular.problems import Case, Problem
 
 HORIZONS = 4 ** np.arange(3, 9)  # 64 .. 65536
 BUDGET = {"ESS": 0.010, "all above": 0.5}  # seconds at T = 4096

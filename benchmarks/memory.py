@@ -40,7 +40,7 @@ def peak_mib(vocabulary: int, hidden: int, rows: int, chunk_mib: float, plain: b
 
 def main() -> None:
     """[8, 1024] tokens at Qwen3-0.6B's output layer in chunks, and the plain way on a sixteenth of them."""
-    from realmodel.logprobs import CHUNK_MIB
+    from realmodel.policy.logprobs import CHUNK_MIB
 
     chunked = peak_mib(151_936, 1024, 8 * 1024, CHUNK_MIB)
     print("log-probabilities of [8, 1024] tokens, V = 151,936, H = 1,024, float32, forward and backward: ", end="")

@@ -6,7 +6,7 @@ nothing shared between runs. Token-level corrections only. `make bench` compares
 
 import numpy as np
 
-from sandbox.problems import Problem
+from sandbox.tabular.problems import Problem
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

@@ -13,15 +13,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from realmodel import model as policy
-from realmodel import sampler, sync, tasks, train
-from realmodel.align import WHOLE, pad, to_batch
-from realmodel.logprobs import log_probs_at
-from realmodel.sampler import EngineConfig
-from realmodel.train import RunConfig
-from sandbox import diagnostics
-from sandbox.corrections import CORRECTIONS
-from sandbox.mismatch import EveryK
+from realmodel.engine import sampler, sync
+from realmodel.engine.sampler import EngineConfig
+from realmodel.policy import model as policy
+from realmodel.policy import tasks
+from realmodel.policy.align import WHOLE, pad, to_batch
+from realmodel.policy.logprobs import log_probs_at
+from realmodel.training import train
+from realmodel.training.train import RunConfig
+from sandbox.corrections import CORRECTIONS, EveryK
+from sandbox.metrics import estimators
 
 
 def seconds(work) -> float:
@@ -49,7 +50,7 @@ def main(rounds: int = 15) -> None:
 
     def dlc() -> None:
         batch = train.evaluate(learner, whole, 1, {0: sampled}, advantage, centre=True)
-        diagnostics.ess(diagnostics.sequence_log_weight(batch, "lag"))
+        estimators.ess(estimators.sequence_log_weight(batch, "lag"))
         train.update(config, learner, whole, batch, CORRECTIONS["dlc"](batch), 1)
 
     def tis() -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from sandbox import exact, problems, staleness
 from sandbox.corrections import CORRECTIONS
-from sandbox.policy import log_policy
-from sandbox.problems import Problem
-from sandbox.simulate import SimConfig
+from sandbox.experiments import staleness
+from sandbox.tabular import exact, problems
+from sandbox.tabular.policy import log_policy
+from sandbox.tabular.problems import Problem
+from sandbox.tabular.simulate import SimConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The numbers of `health.report` as one would first write them in eager torch: whole arrays, one metric after another.
+"""The numbers of `metrics.report` as one would first write them in eager torch: whole arrays, one metric after another.
 
 A yardstick for speed only; the benchmark checks that it agrees with ours before it compares.
 """

@@ -10,11 +10,11 @@ import joblib
 import numpy as np
 import polars as pl
 
-from sandbox import cluster, problem_json, results, sweep
-from sandbox.corrections import CORRECTIONS
-from sandbox.mismatch import EveryK
-from sandbox.problems import Case
-from sandbox.sweep import SweepConfig
+from sandbox.corrections import CORRECTIONS, EveryK
+from sandbox.experiments import cluster, sweep
+from sandbox.experiments.sweep import SweepConfig
+from sandbox.output import problem_json, run_folder
+from sandbox.tabular.problems import Case
 
 GRID = SweepConfig(
     ("sparse_tree",),
@@ -62,7 +62,7 @@ def overhead(backend: cluster.Backend, tasks: int = 16) -> float:
         list(cluster.as_they_come(calls(0.0)))
         start = time.perf_counter()
         for task, table in cluster.as_they_come(calls(1.0)):
-            results.write_table(Path(folder) / task.part, table)
+            run_folder.write_table(Path(folder) / task.part, table)
         return 2 * (time.perf_counter() - start) / tasks - 1
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from sandbox import dumps, exact, problems, refusals
 from sandbox.arrays import log_softmax
+from sandbox.diagnosis import dumps, refusals
+from sandbox.diagnosis.rollouts import Chunk
 from sandbox.errors import BadInput
-from sandbox.problems import Problem
-from sandbox.rollouts import Chunk
+from sandbox.tabular import exact, problems
+from sandbox.tabular.problems import Problem
 
 STATES, VOCABULARY, LONGEST, SHORTEST = 96, 12, 48, 10
 

@@ -20,9 +20,10 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from sandbox import exact, plots, problems, simulate
-from sandbox.mismatch import ConstantOffset, EveryK
-from sandbox.policy import policies
+from sandbox.corrections import EveryK
+from sandbox.output import plots
+from sandbox.tabular import exact, problems, simulate
+from sandbox.tabular.policy import ConstantOffset, policies
 
 problem = problems.sparse_tree(np.random.default_rng(0))
 start = np.zeros(problem.shape)

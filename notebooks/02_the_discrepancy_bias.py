@@ -22,10 +22,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import bias, exact, problems, theory_plots
 from sandbox.corrections import CORRECTIONS
-from sandbox.interactive import explore
-from sandbox.policy import log_policy, policies
+from sandbox.output import theory_plots
+from sandbox.output.interactive import explore
+from sandbox.tabular import bias, exact, problems
+from sandbox.tabular.policy import log_policy, policies
 
 machine = problems.state_machine(np.random.default_rng(0), 16, 4, 64)  # 16 states, 4 tokens, responses of 64 tokens
 rng = np.random.default_rng(1)

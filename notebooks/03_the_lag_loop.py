@@ -22,10 +22,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import delay, exact, lag, matrices, problems, theory_plots
 from sandbox.corrections import CORRECTIONS
-from sandbox.interactive import explore
-from sandbox.policy import log_policy
+from sandbox.output import theory_plots
+from sandbox.output.interactive import explore
+from sandbox.tabular import exact, matrices, problems
+from sandbox.tabular.policy import log_policy
+from sandbox.theory import delay, lag
 
 # %% [markdown]
 # ## A bandit

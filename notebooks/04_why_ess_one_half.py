@@ -24,10 +24,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from sandbox import diagnostics, enumeration, exact, problems, staleness, theory_plots
 from sandbox.corrections import CORRECTIONS
-from sandbox.interactive import explore
-from sandbox.policy import log_policy
+from sandbox.experiments import staleness
+from sandbox.metrics import estimators
+from sandbox.output import theory_plots
+from sandbox.output.interactive import explore
+from sandbox.tabular import enumeration, exact, problems
+from sandbox.tabular.policy import log_policy
 
 # %% [markdown]
 # ## What one half means
@@ -86,11 +89,11 @@ np.testing.assert_allclose(np.log(sequence[-1]) / np.log(sequence[-2]), 4, rtol=
 # each.)
 
 # %%
-flattered = {n: float(diagnostics.ess(rng.normal(0, 1.5, (400, n))).mean()) for n in (2, 64, 256, 1024, 8192)}
+flattered = {n: float(estimators.ess(rng.normal(0, 1.5, (400, n))).mean()) for n in (2, 64, 256, 1024, 8192)}
 print({n: round(value, 3) for n, value in flattered.items()}, "true", round(np.exp(-2.25), 3))
 assert flattered[64] > 2 * np.exp(-2.25)
 assert list(flattered.values()) == sorted(flattered.values(), reverse=True)
-assert diagnostics.ess(np.array([0.0, 50.0])) >= 0.5
+assert estimators.ess(np.array([0.0, 50.0])) >= 0.5
 
 # %% [markdown]
 # ## What a sync costs decides the threshold

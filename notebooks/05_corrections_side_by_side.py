@@ -22,11 +22,11 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from sandbox import enumeration, exact, plots, problems, simulate, theory_plots
-from sandbox.corrections import CORRECTIONS
-from sandbox.interactive import explore
-from sandbox.mismatch import ConstantOffset, EveryK
-from sandbox.policy import policies
+from sandbox.corrections import CORRECTIONS, EveryK
+from sandbox.output import plots, theory_plots
+from sandbox.output.interactive import explore
+from sandbox.tabular import enumeration, exact, problems, simulate
+from sandbox.tabular.policy import ConstantOffset, policies
 
 tree = problems.sparse_tree(np.random.default_rng(0), depth=4, top=0.3)
 rng = np.random.default_rng(1)

@@ -25,10 +25,12 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from sandbox import collapse, plots, predict, problems, simulate, theory, theory_plots
-from sandbox.corrections import CORRECTIONS
-from sandbox.interactive import explore
-from sandbox.mismatch import EveryK
+from sandbox.corrections import CORRECTIONS, EveryK
+from sandbox.experiments import predict
+from sandbox.output import plots, theory_plots
+from sandbox.output.interactive import explore
+from sandbox.tabular import problems, simulate
+from sandbox.theory import collapse, levels
 
 tree = problems.sparse_tree(np.random.default_rng(1))  # 4^6 sequences, the best tenth earn 1
 start = np.zeros(tree.shape)
@@ -41,8 +43,8 @@ start = np.zeros(tree.shape)
 # %%
 rows = []
 for step_size in (0.25, 0.5, 1.0, 2.0, 4.0):
-    closed = theory.closed_form(tree, start, step_size, 256)
-    field = theory.mean_field(tree, start, CORRECTIONS["none"], step_size, 80)
+    closed = levels.closed_form(tree, start, step_size, 256)
+    field = levels.mean_field(tree, start, CORRECTIONS["none"], step_size, 80)
     rows.append({"step size": step_size, "closed form": closed.ess_step, "mean field": field.ess_step})
 table = pl.DataFrame(rows)
 print(table)
@@ -108,16 +110,16 @@ assert math.isfinite(np.median(failures))
 def draw(correction: str, step_size: float) -> Figure:
     small = problems.sparse_tree(np.random.default_rng(1), depth=4)
     at = np.zeros(small.shape)
-    closed = theory.closed_form(small, at, step_size, math.inf)
-    curve, linear = theory.linearised(small, at, step_size, 0.0, 24, correction=CORRECTIONS[correction])
-    field = theory.mean_field(small, at, CORRECTIONS[correction], step_size, 24)
+    closed = levels.closed_form(small, at, step_size, math.inf)
+    curve, linear = levels.linearised(small, at, step_size, 0.0, 24, correction=CORRECTIONS[correction])
+    field = levels.mean_field(small, at, CORRECTIONS[correction], step_size, 24)
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    levels = {
+    curves = {
         "closed form": (closed.a * np.arange(1, 25) ** 2, closed.ess_step),
         "linearised": (curve, linear),
         "mean field": (-np.log(field.table["ess"].to_numpy()), field.ess_step),
     }
-    theory_plots.prediction_levels(figure.subplots(), levels)
+    theory_plots.prediction_levels(figure.subplots(), curves)
     return figure
 
 

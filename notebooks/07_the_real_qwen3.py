@@ -28,11 +28,12 @@ import polars as pl
 from matplotlib.figure import Figure
 
 import realmodel
-from sandbox import collapse, plots
 from sandbox.errors import BadInput
-from sandbox.interactive import explore
+from sandbox.output import plots
+from sandbox.output.interactive import explore
+from sandbox.theory import collapse
 
-FRESH, RECORDED = Path("runs/validate/grid"), Path(realmodel.__file__).parent / "recorded"
+FRESH, RECORDED = Path("runs/validate/grid"), Path(realmodel.__file__).parent / "studies/recorded"
 folder = FRESH if (FRESH / "curves.parquet").exists() else RECORDED
 print("reading", "a run of one's own" if folder == FRESH else "the recorded run")
 runs, curves = (pl.read_parquet(folder / f"{name}.parquet") for name in ("compare", "curves"))

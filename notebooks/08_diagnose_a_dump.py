@@ -18,11 +18,11 @@
 # %%
 import numpy as np
 
-from sandbox import attribution, evidence, judgement, semantics
-from sandbox.diagnose import diagnose
-from sandbox.dumps import table_of
-from sandbox.refusals import check
-from sandbox.rollouts import Chunk
+from sandbox.diagnosis import attribution, evidence, judgement, semantics
+from sandbox.diagnosis.diagnose import diagnose
+from sandbox.diagnosis.dumps import table_of
+from sandbox.diagnosis.refusals import check
+from sandbox.diagnosis.rollouts import Chunk
 
 rng = np.random.default_rng(0)
 

@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from realmodel.terminal import progress_bar, quiet_libraries, quiet_stdout, resumed, run_folder, show
-from sandbox import results
+from realmodel.terminal import new_folder, progress_bar, quiet_libraries, quiet_stdout, resumed, show
 from sandbox.errors import BadInput
+from sandbox.output import run_folder
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
 Kept = Annotated[Path | None, tyro.conf.arg(help="folder to keep the outcome in; none by default", metavar="DIR")]
@@ -31,9 +31,9 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
     """
     if seeds < 1:
         raise BadInput(f"seeds is {seeds}, expected 1 or more")
-    folder = run_folder(out, "demo")
+    folder = new_folder(out, "demo")
     with quiet_stdout() as stdout, progress_bar() as bar:
-        from realmodel import demo as demos  # torch and transformers take seconds to import
+        from realmodel.studies import demo as demos  # torch and transformers take seconds to import
 
         quiet_libraries()
 
@@ -60,11 +60,11 @@ def predict(
         threshold: sequence ESS of a collapse in a run folder; a TOML file states its own.
         on_policy: folders of two on-policy runs or more, to date the failure_step of a run folder.
     """
-    from sandbox import config as configs
-    from sandbox import predict as predictions
+    from sandbox.experiments import predict as predictions
+    from sandbox.output import config as configs
 
     if source.is_dir():
-        from realmodel import compare  # torch takes seconds to import
+        from realmodel.studies import compare  # torch takes seconds to import
 
         asked = {"run": str(source), "threshold": threshold, "on_policy": [str(run) for run in on_policy]}
         outcome = compare.predict(source, on_policy, threshold)
@@ -74,13 +74,13 @@ def predict(
     if out is not None:
         import polars as pl
 
-        from sandbox import plots
+        from sandbox.output import plots
 
-        folder = results.create_run(run_folder(out, "predict"), asked)
-        results.write_json(folder / "predict.json", outcome)
-        results.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
-        results.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
-        results.finish_run(folder)
+        folder = run_folder.create_run(new_folder(out, "predict"), asked)
+        run_folder.write_json(folder / "predict.json", outcome)
+        run_folder.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
+        run_folder.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
+        run_folder.finish_run(folder)
     show(sys.stdout, outcome, json, predictions.tables(outcome))
 
 
@@ -102,15 +102,15 @@ def sweep(
         backend: local processes (loky), or a dask or ray cluster.
         address: of the cluster's scheduler; a local cluster by default.
     """
-    from sandbox import config as configs
-    from sandbox import plots
-    from sandbox import sweep as grids
+    from sandbox.experiments import sweep as grids
+    from sandbox.output import config as configs
+    from sandbox.output import plots
 
     settings = configs.load(config, grids.SweepConfig)
     if workers == 0 or workers < -1:
         raise BadInput(f"workers is {workers}, expected a number of processes, or -1 for all cores")
     folder = resumed(resume, out, config.stem)
-    before = results.read_run(folder).get("status") if resume else None
+    before = run_folder.read_run(folder).get("status") if resume else None
     with progress_bar() as bar:
         task = bar.add_task("tasks", total=None)
 
@@ -124,7 +124,7 @@ def sweep(
     cells = grids.summary(table)
     rows, figure = cells.to_dicts(), plots.phase_maps(cells)
     if figure is not None:
-        results.write_text(folder / "phase_map.svg", plots.svg(figure))
+        run_folder.write_text(folder / "phase_map.svg", plots.svg(figure))
     show(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
     if not json:
         sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")
@@ -136,16 +136,16 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     Args:
         config: TOML file of a sweep whose axes have one value each, see realmodel/configs/sweep.toml.
     """
-    from sandbox import config as configs
-    from sandbox import sweep as grids
+    from sandbox.experiments import sweep as grids
+    from sandbox.output import config as configs
 
     settings = configs.load(config, grids.SweepConfig)
-    folder = None if out is None else run_folder(out, config.stem)
+    folder = None if out is None else new_folder(out, config.stem)
     steps, row = grids.one(settings)
     if folder is not None:
-        results.create_run(folder, configs.resolved(settings))
-        results.write_table(folder / "steps.parquet", steps)
-        results.finish_run(folder)
+        run_folder.create_run(folder, configs.resolved(settings))
+        run_folder.write_table(folder / "steps.parquet", steps)
+        run_folder.finish_run(folder)
     show(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
 
 
@@ -164,25 +164,27 @@ def train(
             folder of this config under runs/. Where there is none, a new run starts.
         dry_run: check the config, and say what memory it needs and what the engine would be started with.
     """
-    from sandbox import config as configs
+    from sandbox.output import config as configs
 
     with quiet_stdout() as stdout, progress_bar() as bar:
-        from realmodel import dryrun, sampler, tasks
-        from realmodel import model as policy
-        from realmodel import train as loop
+        from realmodel.engine import sampler
+        from realmodel.policy import model as policy
+        from realmodel.policy import tasks
+        from realmodel.studies import dryrun
+        from realmodel.training import train as loop
 
         quiet_libraries()
         if config.is_dir():
             if not resume:
                 raise BadInput(f"{config} is a folder: a TOML file is expected, or --resume to go on with a run")
-            folder, settings = config, configs.structure(results.read_run(config)["config"], loop.RunConfig)
+            folder, settings = config, configs.structure(run_folder.read_run(config)["config"], loop.RunConfig)
         else:
             settings = configs.load(config, loop.RunConfig)
             if dry_run:
                 outcome = dryrun.plan(settings)
                 return show(stdout, outcome, json, dryrun.tables(outcome))
             older = sorted(Path("runs").glob(f"{config.stem}-*-*")) if resume and out is None else []
-            folder = older[-1] if older else out if resume and out and out.is_dir() else run_folder(out, config.stem)
+            folder = older[-1] if older else out if resume and out and out.is_dir() else new_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
         path = policy.resolve(settings.model, settings.task)
@@ -207,16 +209,17 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
         problem: PROBLEM.json, or a preset: bandit, sparse_tree, machine, long, hidden_collapse, negative_prefixes.
         matrices: also the eigenvalues of the lag's feedback, H, M and F; for small problems.
     """
-    from sandbox import exact_report, problem_json
+    from sandbox.experiments import exact_report
+    from sandbox.output import problem_json
 
     case = problem_json.named(problem)
-    folder = None if out is None else run_folder(out, "exact")
+    folder = None if out is None else new_folder(out, "exact")
     outcome = exact_report.summary(case, matrices)
     if folder is not None:
-        results.create_run(folder, {"problem": problem, "matrices": matrices})
+        run_folder.create_run(folder, {"problem": problem, "matrices": matrices})
         problem_json.save(folder / "problem.json", case)
-        results.write_json(folder / "exact.json", outcome)
-        results.finish_run(folder)
+        run_folder.write_json(folder / "exact.json", outcome)
+        run_folder.finish_run(folder)
     show(sys.stdout, outcome, json, exact_report.tables(outcome))
 
 
@@ -240,14 +243,14 @@ def claims(
         config: of the real runs, see realmodel/configs/validate.toml; its settings are the default.
         resume: go on with the real runs in --out.
     """
-    from sandbox import claims as tested
+    from sandbox.experiments import claims as tested
 
     if seed < 0:
         raise BadInput(f"seed is {seed}, expected 0 or more")
     if real:
         folder = resumed(resume, out, "claims-real")
         with quiet_stdout() as stdout, progress_bar() as bar:
-            from realmodel import commands
+            from realmodel.studies import commands
 
             quiet_libraries()
             rows = commands.real_claims(config, folder, resume, bar)
@@ -255,7 +258,7 @@ def claims(
         return
 
     wanted = tested.chosen(names)
-    folder = None if out is None else run_folder(out, "claims")
+    folder = None if out is None else new_folder(out, "claims")
     rows = []
     with progress_bar() as bar:
         task = bar.add_task("starting", total=len(wanted))
@@ -264,9 +267,9 @@ def claims(
             rows += tested.run([claim], fast, seed)
             bar.advance(task)
     if folder is not None:
-        results.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed})
+        run_folder.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed})
         tested.save(folder, rows)
-        results.finish_run(folder)
+        run_folder.finish_run(folder)
     title = f"claims, {sum(row.seconds for row in rows):.0f} s"
     show(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
 
@@ -287,7 +290,7 @@ def compare(
         threshold: sequence ESS of a collapse in run folders; a TOML file states its own.
         resume: go on with the grid in --out.
     """
-    from realmodel import commands
+    from realmodel.studies import commands
 
     with quiet_stdout() as stdout, progress_bar() as bar:
         quiet_libraries()
@@ -318,9 +321,9 @@ def diagnose(
         lag: versions every token is behind, in place of what the dump says.
         trust_pickle: open files of torch that could run code.
     """
-    from realmodel import diagnosis
+    from realmodel.dumps import diagnosis
 
-    folder = None if out is None else run_folder(out, "diagnose")
+    folder = None if out is None else new_folder(out, "diagnose")
     outcome, evidence = diagnosis.run(dumps, format, map, lag, trust_pickle)
     if folder is not None:
         diagnosis.save(folder, {"dumps": [str(d) for d in dumps], "map": list(map), "lag": lag}, outcome, evidence)

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sandbox import report, results
 from sandbox.errors import BadInput
+from sandbox.output import report, run_folder
 
 NEEDED_MB = 300  # of disk for a run folder and the cached small model
 
 
-def run_folder(out: Path | None, name: str) -> Path:
+def new_folder(out: Path | None, name: str) -> Path:
     """The run folder to make, refused before any work where it holds something or its disk is full."""
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
@@ -38,10 +38,10 @@ def run_folder(out: Path | None, name: str) -> Path:
 
 
 def resumed(resume: bool, out: Path | None, name: str) -> Path:
-    """The folder to go on with, or `run_folder`."""
+    """The folder to go on with, or `new_folder`."""
     if resume and out is None:
         raise BadInput("--resume needs --out, the folder to go on with")
-    return out if resume and out is not None else run_folder(out, name)
+    return out if resume and out is not None else new_folder(out, name)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def progress_bar() -> Progress:
 def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """One JSON object, or a table for each title: a dict a row."""
     if as_json:
-        stdout.write(results.to_json(outcome) + "\n")
+        stdout.write(run_folder.to_json(outcome) + "\n")
         return
     console = Console(file=stdout, width=None if stdout.isatty() else 200, markup=False)
     for title, rows in tables.items():

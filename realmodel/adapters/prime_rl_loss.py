@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from realmodel.adapters.rules import allowed, applied
-from sandbox import losses
 from sandbox.batch import Batch
+from sandbox.corrections import losses
 
 
 class Outputs(NamedTuple):

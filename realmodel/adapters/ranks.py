@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sandbox.diagnostics import ess_sums, gathered_ess
+from sandbox.metrics import ess_sums, gathered_ess
 
 
 def global_ess(log_weight: Tensor, group: dist.ProcessGroup | None = None) -> tuple[float, float]:

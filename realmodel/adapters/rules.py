@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sandbox import config
 from sandbox.batch import Batch
-from sandbox.combinations import Compose, FiniteOnly
-from sandbox.corrections import Corrected, Correction, Truncate
+from sandbox.corrections import Compose, Corrected, Correction, FiniteOnly, Truncate
 from sandbox.errors import BadInput
+from sandbox.output import config
 
 
 def named(text: str, kind: type) -> Any:

@@ -23,13 +23,11 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from realmodel.adapters.ranks import global_ess
 from realmodel.adapters.rules import named, normalises
-from sandbox import losses
 from sandbox.arrays import widen
 from sandbox.batch import Batch, check
-from sandbox.corrections import Correction
-from sandbox.diagnostics import sequence_log_weight
+from sandbox.corrections import Correction, Resync, losses
 from sandbox.errors import BadInput
-from sandbox.mismatch import Resync
+from sandbox.metrics import sequence_log_weight
 
 DENOMINATORS = ("grpo", "bnpo", "dr_grpo", "dapo")  # values of TRL's loss_type that only say what is divided by
 

@@ -22,12 +22,10 @@ from verl.trainer.ppo import rollout_corr_helper  # pyright: ignore[reportMissin
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
 
 from realmodel.adapters.rules import allowed, applied, normalises, refuse
-from sandbox import losses
 from sandbox.batch import Batch
-from sandbox.corrections import Correction
-from sandbox.diagnostics import ess, sequence_log_weight
+from sandbox.corrections import METRICS, PRESETS, Correction, losses
 from sandbox.errors import BadInput
-from sandbox.presets import METRICS, PRESETS
+from sandbox.metrics import ess, sequence_log_weight
 
 CARRY = "mismatch"  # rollout_is that sends the sampler's log-probabilities to a loss of ours
 POWERS = (1, 2, 3, 4)

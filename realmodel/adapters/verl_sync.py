@@ -18,9 +18,9 @@ from verl.trainer.ppo.v1.trainer_separate_async import (  # pyright: ignore[repo
 
 from realmodel.adapters.rules import named
 from realmodel.adapters.verl_loss import CARRY, POWERS
-from sandbox.diagnostics import gathered_ess
+from sandbox.corrections import Resync
 from sandbox.errors import BadInput
-from sandbox.mismatch import Resync
+from sandbox.metrics import gathered_ess
 
 MODE = "separate_async_ess"
 

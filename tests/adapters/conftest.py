@@ -13,6 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(scope="session")
 def folder():
     """The small Qwen3, built once a machine."""
-    from realmodel import model
+    from realmodel.policy import model
 
     return model.build(model.Recipe())

@@ -14,7 +14,7 @@ import torch
 
 from realmodel.adapters.prime_rl_loss import loss
 from sandbox.errors import BadInput
-from tests.reference_frameworks import prime_rl as slow
+from tests.support.reference_frameworks import prime_rl as slow
 
 LENGTHS = [5, 1, 8, 3]
 

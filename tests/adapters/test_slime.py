@@ -13,7 +13,7 @@ import yaml
 
 from realmodel.adapters.slime_tis import tis
 from sandbox.errors import BadInput
-from tests.reference_frameworks import slime as slow
+from tests.support.reference_frameworks import slime as slow
 
 LENGTHS = [5, 1, 8, 3]
 

@@ -18,17 +18,15 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from realmodel import model as policy
-from realmodel import tasks
 from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer, _ask_vllm_for_top_k, _padded_top
-from realmodel.align import Rollout, pad, to_batch, wanted
-from sandbox import losses
+from realmodel.policy import model as policy
+from realmodel.policy import tasks
+from realmodel.policy.align import Rollout, pad, to_batch, wanted
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS
-from sandbox.diagnostics import ess, sequence_log_weight
+from sandbox.corrections import CORRECTIONS, RESYNCS, losses
 from sandbox.errors import BadInput
-from sandbox.mismatch import RESYNCS
+from sandbox.metrics import ess, sequence_log_weight
 
 STEPS, ROWS, VOCABULARY = 20, 64, 64
 

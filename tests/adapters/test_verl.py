@@ -25,14 +25,11 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from realmodel.adapters import verl_loss, verl_sync
-from sandbox import losses, presets
 from sandbox.batch import Batch
-from sandbox.combinations import Compose
-from sandbox.corrections import CORRECTIONS, Truncate
-from sandbox.diagnostics import ess
+from sandbox.corrections import CORRECTIONS, RESYNCS, Compose, Truncate, losses, presets
 from sandbox.errors import BadInput
-from sandbox.mismatch import RESYNCS
-from tests.reference_frameworks import verl as slow_verl
+from sandbox.metrics import ess
+from tests.support.reference_frameworks import verl as slow_verl
 
 B, T = 12, 7
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

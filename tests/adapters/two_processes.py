@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from realmodel import model as policy
-from sandbox.diagnostics import sequence_log_weight
+from realmodel.policy import model as policy
+from sandbox.metrics import sequence_log_weight
 from tests.adapters.test_trl import Watched, trainer
 
 

@@ -12,10 +12,10 @@ import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from trl import TrlParser  # pyright: ignore[reportMissingImports]
 
-from realmodel import model as policy
-from realmodel import tasks
 from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
+from realmodel.policy import model as policy
+from realmodel.policy import tasks
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Run:
     """What the YAML says besides MismatchGRPOConfig."""
 
     model: str = field(default="small", metadata={"help": "small, a folder, or a hub's model"})
-    task: str = field(default="sort8", metadata={"help": "key of realmodel.tasks.TASKS"})
+    task: str = field(default="sort8", metadata={"help": "key of realmodel.policy.tasks.TASKS"})
     problems: int = field(default=2000, metadata={"help": "prompts in the training set"})
 
 

@@ -1,0 +1,6 @@
+"""The policy: a Qwen3 built or loaded, its tasks, its log-probabilities, and how a rollout becomes a batch.
+
+Read in this order: `tasks`, `recipes`, `align` (rollout to batch), `logprobs`, `model`, `answers` (what vLLM returns).
+"""
+
+__all__ = ["align", "answers", "logprobs", "model", "recipes", "tasks"]

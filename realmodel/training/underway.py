@@ -1,0 +1,189 @@
+"""A run between two steps: what its sampler holds, the batches under way, and how both come back from a checkpoint."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from realmodel.engine import sampler, sync
+from realmodel.policy import model as policy
+from realmodel.policy import tasks
+from realmodel.policy.align import WHOLE, Rollout, pad, wanted
+from realmodel.policy.logprobs import log_probs_at
+from realmodel.training import checkpoint
+from realmodel.training.checkpoint import Checkpoint
+from realmodel.training.settings import Learner, RunConfig
+from sandbox.errors import BadInput
+
+VERIFIED = 8  # responses compared after every sync
+
+
+@dataclass(frozen=True)
+class Synced:
+    """The sampler since its last sync: the version it holds."""
+
+    version: int
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Responses on which the lag is measured, the version that drew them, and log mu of their tokens. (N, 1)"""
+
+    version: int
+    rollout: Rollout
+    mu: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A batch under way: the number of its prompts in the run, they, their stream before, and what was drawn so far."""
+
+    number: int
+    problems: list[tasks.Problem]
+    prompts: str
+    rollout: Rollout | None = None
+
+
+@dataclass
+class Run:
+    """A run between two steps: what the next one needs, beside the learner and the engine."""
+
+    step: int
+    prompts: np.random.Generator
+    drawn: int
+    queue: list[Draft]
+    snapshots: dict[int, dict[str, Tensor]]
+    at_sync: Synced
+    rows: list[dict]
+    probe: Probe | None = None
+
+
+def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
+    """A run at its start, or where its last checkpoint left it, with the engine and the learner at that point."""
+    saved = checkpoint.load(folder)
+    synced = Synced(0, 0.0)
+    if saved is None:
+        run = Run(0, np.random.default_rng([config.seed, 0]), 0, [], {}, synced, [])
+        sync_now(config, llm, learner, run, version=0)
+        return run
+    prompts = np.random.default_rng()
+    prompts.bit_generator.state = json.loads(saved.prompts)
+    try:
+        rows = pl.read_parquet(folder / "steps.parquet").head(saved.step).to_dicts()
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise BadInput(f"run folder {folder} has no readable steps.parquet") from error
+    run = Run(saved.step, prompts, saved.drawn, [], saved.snapshots, synced, rows)
+    for rollout in saved.queue:
+        run.queue.append(replace(_draft(config, run), rollout=rollout))
+    # the probe is not kept: the same seed and weights draw the same one
+    for version in sorted({0 if config.probe_kept else saved.version, saved.version}):
+        learner.model.load_state_dict(saved.snapshots[version])
+        sync_now(config, llm, learner, run, version)
+    learner.restore(saved.learner)
+    return run
+
+
+def save(folder: Path, learner: Learner, run: Run, step: int) -> None:
+    """Write the checkpoint from which `begin` goes on with `step`."""
+    oldest = run.queue[0] if run.queue else None
+    prompts = oldest.prompts if oldest else json.dumps(run.prompts.bit_generator.state)
+    queue = [draft.rollout for draft in run.queue if draft.rollout is not None]
+    drawn = oldest.number if oldest else run.drawn
+    state = Checkpoint(step, prompts, drawn, queue, run.snapshots, run.at_sync.version, learner.state())
+    checkpoint.save(folder, state)
+
+
+def sync_now(config: RunConfig, llm: Any, learner: Learner, run: Run, version: int) -> None:
+    """Push, verify, draw the probe, and forget the snapshots that no token under way was drawn from."""
+    problems = tasks.get(config.task).sample(np.random.default_rng([0, 2]), max(config.probe, VERIFIED), held_out=False)
+    sync.push(llm, learner.model)
+    prompts = [learner.tokenizer.encode(p.prompt) for p in problems[:VERIFIED]]
+    verification = sync.verify(llm, learner.model, prompts)
+    used = {int(v) for draft in run.queue if draft.rollout for row in draft.rollout.versions() for v in np.unique(row)}
+    if config.probe_kept and run.probe:
+        used.add(run.probe.version)
+    run.snapshots = {v: w for v, w in run.snapshots.items() if v in used}
+    run.snapshots[version] = policy.snapshot(learner.model)
+    run.at_sync = Synced(version, verification.max_difference)
+    if config.probe and not (config.probe_kept and run.probe):
+        seed = _seed(config, 2, version)
+        probe = _draw(config, llm, learner, Draft(0, problems[: config.probe], ""), 1, seed, version, None)
+        ids, _ = pad(probe, learner.tokenizer.pad_token_id)
+        with torch.no_grad():
+            mu = log_probs_at(learner.model, ids, *wanted(probe, ids.shape[1], 0, centre=False))
+        run.probe = Probe(version, probe, mu)
+
+
+def of_live(
+    config: RunConfig, llm: Any, learner: Learner, run: Run, problems: list[tasks.Problem], version: int
+) -> Rollout:
+    """One response a problem from the live weights; where the engine holds older ones, it has them back afterwards."""
+    held = run.at_sync.version
+    if version != held:
+        sync.push(llm, learner.model)
+    rollout = _draw(config, llm, learner, Draft(0, problems, ""), 1, _seed(config, 3, version), version, None)
+    if version != held:
+        sync.push(llm, learner.model, run.snapshots[held])
+    return rollout
+
+
+def top(config: RunConfig) -> int:
+    """The log-probabilities that the correction needs of the sampler, besides the drawn token's."""
+    return (config.centre_top or WHOLE) if config.correction.centres else 0
+
+
+def _draft(config: RunConfig, run: Run) -> Draft:
+    state = json.dumps(run.prompts.bit_generator.state)
+    draft = Draft(run.drawn, tasks.get(config.task).sample(run.prompts, config.prompts, held_out=False), state)
+    run.drawn += 1
+    return draft
+
+
+def next_batch(config: RunConfig, llm: Any, learner: Learner, run: Run) -> tuple[list[tasks.Problem], Rollout]:
+    """The batch of this update, first drawn `delay` updates ago; those behind it get their next tokens too."""
+    while len(run.queue) <= config.delay:
+        run.queue.append(_draft(config, run))
+    version = run.at_sync.version
+    for i, draft in enumerate(run.queue):
+        if draft.rollout is None or config.segment:
+            some = config.segment if i and config.segment else None
+            seed = _seed(config, 1, draft.number, *(() if draft.rollout is None else (config.delay - i,)))
+            rollout = _draw(config, llm, learner, draft, config.group, seed, version, some)
+            if config.segment:  # a version a token in every table of the run, also of what was drawn at once
+                rollout = replace(rollout, token_versions=rollout.versions())
+            run.queue[i] = replace(draft, rollout=rollout)
+    problems, rollout = run.queue[0].problems, run.queue.pop(0).rollout
+    assert rollout is not None
+    return problems, rollout
+
+
+def _seed(config: RunConfig, *what: int) -> int:
+    return int(np.random.SeedSequence([config.seed, *what]).generate_state(1)[0])
+
+
+def _draw(
+    config: RunConfig, llm: Any, learner: Learner, draft: Draft, n: int, seed: int, version: int, some: int | None
+) -> Rollout:
+    """`some` more tokens of every unfinished response of a batch; None: all that it may have."""
+    encode = learner.tokenizer.encode
+    longest = tasks.get(config.task).max_new_tokens or 1 + max(len(encode(p.answer)) for p in draft.problems)
+    begun = 0 if draft.rollout is None else max(map(len, draft.rollout.response_ids))
+    new = longest - begun if some is None else min(some, longest - begun)
+    if draft.rollout is not None:
+        return sampler.extend(llm, draft.rollout, new, seed, version) if new else draft.rollout
+    return sampler.generate(
+        llm,
+        [encode(p.prompt) for p in draft.problems],
+        n,
+        max_new_tokens=new,
+        seed=seed,
+        top=top(config) if n > 1 else 0,
+        version=version,
+        room=longest - new,
+    )
