@@ -47,7 +47,9 @@ def main(names: list[str], runs: int = 16) -> None:
             correction, steps = CORRECTIONS[name], case.budget
             print(f"\n{case.name}, {name}, step size {case.step_size}, budget {case.budget}, start {start:.3f}")
             if correction.factors or name == "seq_is":
-                field = staleness.mean_field_runs(case.problem, logits, correction, case.step_size, steps)
+                field = staleness.mean_field_runs(
+                    case.problem, logits, SimConfig(correction, step_size=case.step_size, steps=steps)
+                )
                 print("mean field", staleness.optimum(staleness.at_budget(field, case.budget), start))
             cfg = SimConfig(correction, step_size=case.step_size, batch_size=case.batch_size, steps=steps)
             drawn = staleness.monte_carlo_runs(case.problem, logits, cfg, range(runs))

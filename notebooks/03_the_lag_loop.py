@@ -27,6 +27,7 @@ from sandbox.output import theory_plots
 from sandbox.output.interactive import explore
 from sandbox.tabular import exact, matrices, problems
 from sandbox.tabular.policy import log_policy
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import delay, lag
 
 # %% [markdown]
@@ -42,7 +43,9 @@ start = np.zeros(bandit.shape)
 for x in np.eye(2):
     assert np.allclose(lag.left_out(bandit, log_policy(start), x[None]), 0.0, atol=1e-15)
 stale, corrected = (
-    np.linalg.norm(lag.path(bandit, start, CORRECTIONS[name], 0.5, 30).reshape(31, -1), axis=1)
+    np.linalg.norm(
+        lag.path(bandit, start, SimConfig(CORRECTIONS[name], step_size=0.5, steps=30)).reshape(31, -1), axis=1
+    )
     for name in ("none", "seq_is")
 )
 np.testing.assert_allclose(np.diff(stale), stale[1], rtol=1e-6)  # a straight line
@@ -62,7 +65,7 @@ for top in (0.1, 0.9):
     logits = np.zeros(tree.shape)
     mu = log_policy(logits)
     m = matrices.m_dense(tree, mu) / exact.advantage_scale(tree, mu, "normalised")
-    runs[top] = lag.loop_effect(tree, logits, lag.product(m), step_size=1.0, steps=25)
+    runs[top] = lag.loop_effect(tree, logits, lag.product(m), SimConfig(step_size=1.0, steps=25))
     gain = lag.loop_gain(m, 1.0)
     print(f"best {top:.0%} rewarded: gain per update {gain[-1]:+.3f} .. {gain[0]:+.3f}, feeds: {runs[top].feeds}")
     assert gain[-1] < 0 < gain[0]  # both signs, in either tree

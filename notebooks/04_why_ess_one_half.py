@@ -31,6 +31,7 @@ from sandbox.output import theory_plots
 from sandbox.output.interactive import explore
 from sandbox.tabular import enumeration, exact, problems
 from sandbox.tabular.policy import log_policy
+from sandbox.tabular.simulate import SimConfig
 
 # %% [markdown]
 # ## What one half means
@@ -106,7 +107,11 @@ assert estimators.ess(np.array([0.0, 50.0])) >= 0.5
 start = np.zeros(machine.shape)
 thresholds = (0.01, 0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 runs = staleness.mean_field_runs(
-    machine, start, CORRECTIONS["tis"], 0.5, 40, thresholds=thresholds, periods=(1, 2, 4, 8, 16)
+    machine,
+    start,
+    SimConfig(CORRECTIONS["tis"], step_size=0.5, steps=40),
+    thresholds=thresholds,
+    periods=(1, 2, 4, 8, 16),
 )
 reached = staleness.at_budget(runs, 40, (0.0, 0.5, 1.0, 2.0, 5.0))
 before = float(exact.expectation(machine, log_policy(start), machine.reward))

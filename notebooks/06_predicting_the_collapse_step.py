@@ -30,6 +30,7 @@ from sandbox.experiments import predict
 from sandbox.output import plots, theory_plots
 from sandbox.output.interactive import explore
 from sandbox.tabular import problems, simulate
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import collapse, levels
 
 tree = problems.sparse_tree(np.random.default_rng(1))  # 4^6 sequences, the best tenth earn 1
@@ -44,7 +45,7 @@ start = np.zeros(tree.shape)
 rows = []
 for step_size in (0.25, 0.5, 1.0, 2.0, 4.0):
     closed = levels.closed_form(tree, start, step_size, 256)
-    field = levels.mean_field(tree, start, CORRECTIONS["none"], step_size, 80)
+    field = levels.mean_field(tree, start, SimConfig(step_size=step_size, steps=80))
     rows.append({"step size": step_size, "closed form": closed.ess_step, "mean field": field.ess_step})
 table = pl.DataFrame(rows)
 print(table)
@@ -111,8 +112,8 @@ def draw(correction: str, step_size: float) -> Figure:
     small = problems.sparse_tree(np.random.default_rng(1), depth=4)
     at = np.zeros(small.shape)
     closed = levels.closed_form(small, at, step_size, math.inf)
-    curve, linear = levels.linearised(small, at, step_size, 0.0, 24, correction=CORRECTIONS[correction])
-    field = levels.mean_field(small, at, CORRECTIONS[correction], step_size, 24)
+    curve, linear = levels.linearised(small, at, SimConfig(CORRECTIONS[correction], step_size=step_size, steps=24), 0.0)
+    field = levels.mean_field(small, at, SimConfig(CORRECTIONS[correction], step_size=step_size, steps=24))
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     curves = {
         "closed form": (closed.a * np.arange(1, 25) ** 2, closed.ess_step),

@@ -26,6 +26,7 @@ from realmodel.training.train import Learner, RunConfig, learner, train
 from sandbox.corrections import CORRECTIONS, EssBelow, EveryK, Never
 from sandbox.output import plots, report, run_folder
 from sandbox.tabular import problems, simulate
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import levels
 
 Progress = Callable[[str, float], None]  # what is happening, and how many units of work it has just finished
@@ -153,7 +154,9 @@ def tabular_part(demo: Demo) -> tuple[list[dict], dict[str, pl.DataFrame]]:
         last = table.filter(pl.col("step") == demo.tabular_steps)
         row = {"run": plots.label(name), "median_return": last["return"].median(), "syncs": last["syncs"].median()}
         if name != "on-policy":
-            field = levels.mean_field(problem, uniform, correction, 1.0, demo.tabular_steps, resync=resync)
+            field = levels.mean_field(
+                problem, uniform, SimConfig(correction, step_size=1.0, steps=demo.tabular_steps, resync=resync)
+            )
             observed = simulate.ess_steps(table)["ess_step"]
             row |= {
                 # it knows the first update alone, where no correction acts: it speaks of the uncorrected run

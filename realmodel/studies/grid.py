@@ -23,6 +23,7 @@ from sandbox.errors import BadInput
 from sandbox.output import plots, report, run_folder
 from sandbox.tabular import problems
 from sandbox.tabular.exact import name_of
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import collapse, levels
 
 WAYS = ("quadratic", "curved", "twin", "path", "constant")
@@ -178,7 +179,7 @@ def twin(fit: collapse.Fit, correction: Correction, horizon: int, threshold: flo
     k = np.arange(1, horizon + 1)
     var = fit.b * k
     if step_size > 0:
-        field = levels.mean_field(tree, start, correction, step_size, horizon)
+        field = levels.mean_field(tree, start, SimConfig(correction, step_size=step_size, steps=horizon))
         var = var - np.log(field.table["ess"].to_numpy())
     above = k[var >= collapse.var_threshold(threshold)]
     return float(above[0]) if len(above) else math.inf

@@ -8,7 +8,7 @@ and array-api-compat only.
 from sandbox.corrections import losses, presets, ratios
 from sandbox.corrections.combinations import Compose, FiniteOnly
 from sandbox.corrections.presets import METRICS, PRESETS, RULES
-from sandbox.corrections.rejections import Band, Divergence, OffPolicySequenceMask, ProbabilityBand, Veto
+from sandbox.corrections.rejections import Divergence, OffPolicySequenceMask, ProbabilityBand, Veto
 from sandbox.corrections.resync import RESYNCS, EssBelow, EveryK, KlAbove, Never, Resync
 from sandbox.corrections.rules import (
     CIS,
@@ -26,7 +26,7 @@ from sandbox.corrections.rules import (
 )  # fmt: skip
 
 __all__ = [
-    "CIS", "CORRECTIONS", "DLC", "METRICS", "PRESETS", "RESYNCS", "RULES", "Band", "Centre", "Compose", "Corrected",
+    "CIS", "CORRECTIONS", "DLC", "METRICS", "PRESETS", "RESYNCS", "RULES", "Centre", "Compose", "Corrected",
     "Correction", "Divergence", "EssBelow", "EveryK", "FiniteOnly", "KlAbove", "Mask", "Never", "OffPolicySequenceMask",
     "PPOClip", "ProbabilityBand", "Resync", "TimesEss", "Truncate", "Uncorrected", "Veto", "in_chunks", "losses",
     "presets", "ratios",

@@ -16,6 +16,7 @@ class Compose:
     """
 
     rules: tuple[Correction, ...] = ()
+    source = ""
 
     def __post_init__(self) -> None:
         if sum(rule.centres for rule in self.rules) > 1:
@@ -28,8 +29,6 @@ class Compose:
     @property
     def factors(self) -> bool:
         return all(rule.factors for rule in self.rules)
-
-    source = ""
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.rules)) or "1"
@@ -50,6 +49,7 @@ class FiniteOnly:
     """The rule, with every log ratio that is not finite read as 0, that is weight 1: AReaL's treatment, not ours."""
 
     rule: Correction = CORRECTIONS["none"]
+    source = ""
 
     @property
     def centres(self) -> bool:
@@ -58,8 +58,6 @@ class FiniteOnly:
     @property
     def factors(self) -> bool:
         return self.rule.factors
-
-    source = ""
 
     def __str__(self) -> str:
         return f"{self.rule}; old/q = 1 where not finite"

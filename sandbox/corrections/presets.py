@@ -3,7 +3,7 @@
 A framework's preset is its whole update with one optimiser step's worth of anchors: the weight or rejection it puts on
 the sampler's tokens, times the surrogate that it multiplies. Read off their sources in August 2026; "old" is
 `Batch.logp_old`, so behaviour = old/q and drift = pi/old. Rejected tokens stay in the denominator ("fixed") in all of
-them but verl's legacy trainer. `METRICS` are their logged numbers under their names. `table` is the README's.
+them but verl's legacy trainer. `METRICS` are their logged numbers under their names. `table` is docs/corrections.md's.
 """
 
 import math
@@ -14,7 +14,7 @@ from sandbox.arrays import Array, count, masked, masked_mean, namespace
 from sandbox.batch import Batch, Source
 from sandbox.corrections import ratios
 from sandbox.corrections.combinations import Compose, FiniteOnly
-from sandbox.corrections.rejections import Band, Divergence, OffPolicySequenceMask, ProbabilityBand, Veto
+from sandbox.corrections.rejections import Divergence, OffPolicySequenceMask, ProbabilityBand, Veto
 from sandbox.corrections.rules import (
     CIS,
     CORRECTIONS,
@@ -51,9 +51,9 @@ V_PPO = PPOClip(dual=3.0, on="drift")
 V_BYPASS = PPOClip(dual=3.0)
 
 
-def verl_k1(level: Level, low: float, high: float, on: Source = "behaviour") -> Band:
+def verl_k1(level: Level, low: float, high: float, on: Source = "behaviour") -> Mask:
     """verl's rollout_rs with k1: keep where low <= q/pi <= high, whatever its documents call the bounds."""
-    return Band(level, 1 / high, 1 / low, on)
+    return Mask(level, 1 / high, 1 / low, on, weigh=False)
 
 
 def verl_k3(limit: float = 0.01, on: Source = "behaviour") -> Divergence:
@@ -102,7 +102,7 @@ SLIME: dict[str, Correction] = {
     "slime.mis": Compose(
         (
             Truncate("token", 2.0, "behaviour", clamp=20.0, normalise=True),
-            Band("token", 0.5, 2.0, "behaviour"),
+            Mask("token", 0.5, 2.0, "behaviour", weigh=False),
             Veto(1e-4, on="behaviour"),
             D_PPO,
         )
@@ -123,7 +123,9 @@ AREAL: dict[str, Correction] = {
     "areal.token_mask": FiniteOnly(Compose((Mask("token", 0.0, 5.0, "behaviour"), D_PPO))),
     "areal.token_clamp": FiniteOnly(Compose((Truncate("token", 5.0, "behaviour"), D_PPO))),
     "areal.sequence_mask": FiniteOnly(
-        Compose((Truncate("geometric", math.inf, "behaviour"), Band("sequence", 0.0, 5.0, "behaviour"), D_PPO))
+        Compose(
+            (Truncate("geometric", math.inf, "behaviour"), Mask("sequence", 0.0, 5.0, "behaviour", weigh=False), D_PPO)
+        )
     ),
     "areal.token_k3": FiniteOnly(
         Compose(
@@ -144,7 +146,7 @@ RULES: dict[str, Correction] = {
     type(rule).__name__: rule
     for rule in (
         *(Uncorrected(), Truncate(), Mask(), PPOClip(), CIS(), Centre(), DLC(), Compose(), FiniteOnly()),
-        *(Band(), Veto(), Divergence(), ProbabilityBand(), OffPolicySequenceMask()),
+        *(Veto(), Divergence(), ProbabilityBand(), OffPolicySequenceMask()),
     )
 }
 
@@ -178,7 +180,7 @@ def written(rule: object) -> str:
 
 
 def table() -> str:
-    """Markdown table of every preset; README.md holds it between its corrections markers, and a test compares them."""
+    """Markdown table of every preset; docs/corrections.md holds it between its markers, and a test compares them."""
     lines = ["| name | weight x mask | as a rule | source |", "|---|---|---|---|"]
     for name, rule in PRESETS.items():
         source = SOURCES.get(name) or SOURCES.get(name.partition(".")[0]) or getattr(rule, "source", "")

@@ -10,38 +10,8 @@ from typing import Literal
 from sandbox.arrays import Array, detach, masked_mean, namespace
 from sandbox.batch import SOURCES, Batch, Source
 from sandbox.corrections import ratios
-from sandbox.corrections.rules import Corrected, Level, ones
+from sandbox.corrections.rules import Corrected, ones
 from sandbox.errors import BadInput
-
-
-@dataclass(frozen=True)
-class Band:
-    """Rejection alone: weight 1 where low <= ratio <= high, both included; rejected elsewhere.
-
-    At the geometric level Geo-RS (Liu, Li et al. 2025). Compose it with a Truncate of another level or ratio.
-    """
-
-    level: Level = "token"
-    low: float = 0.0
-    high: float = 2.0
-    on: Source = "total"
-    centres = False
-
-    def __post_init__(self) -> None:
-        ratios.check_bounds(self.low, self.high, "low and high")
-
-    @property
-    def factors(self) -> bool:
-        return self.level == "token"
-
-    source = "Liu, Li et al. 2025"
-
-    def __str__(self) -> str:
-        return f"keep {ratios.within(ratios.name_of(self.on, self.level), self.low, self.high)}"
-
-    def __call__(self, batch: Batch) -> Corrected:
-        inside = ratios.band(ratios.select(batch, self.on, self.level), self.low, self.high)
-        return Corrected(ones(batch), batch.mask & inside, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,13 +21,10 @@ class Veto:
     low: float = 1e-4
     high: float = math.inf
     on: Source = "total"
-    centres = False
-    factors = False
+    centres, factors, source = False, False, "slime"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(self.low, self.high, "low and high")
-
-    source = "slime"
 
     def __str__(self) -> str:
         return f"drop response unless every {ratios.within(ratios.name_of(self.on), self.low, self.high)}"
@@ -86,7 +53,7 @@ class Divergence:
     limit: float = 0.01
     on: Source = "total"
     clamp: float = math.inf
-    centres = False
+    centres, source = False, "verl"
 
     @property
     def factors(self) -> bool:
@@ -95,8 +62,6 @@ class Divergence:
     def __post_init__(self) -> None:
         if self.estimator not in ratios.ESTIMATORS:
             raise BadInput(f"estimator is {self.estimator!r}, expected one of {', '.join(ratios.ESTIMATORS)}")
-
-    source = "verl"
 
     def __str__(self) -> str:
         return f"keep {self.aggregate} {self.estimator}({ratios.name_of(self.on)}) <= {self.limit:g}"
@@ -121,10 +86,7 @@ class ProbabilityBand:
     divergence: Literal["tv", "kl"] = "tv"
     both_ways: bool = False
     on: Source = "total"
-    centres = False
-    factors = False
-
-    source = "arXiv 2602.04879"
+    centres, factors, source = False, False, "arXiv 2602.04879"
 
     def __str__(self) -> str:
         p, q = ratios.name_of(self.on).split("/")
@@ -162,10 +124,7 @@ class OffPolicySequenceMask:
 
     delta: float = 0.1
     on: Source = "total"
-    centres = False
-    factors = False
-
-    source = "DeepSeek-V3.2, arXiv 2512.02556"
+    centres, factors, source = False, False, "DeepSeek-V3.2, arXiv 2512.02556"
 
     def __str__(self) -> str:
         return f"drop response if A < 0 and mean -log {ratios.name_of(self.on)} > {self.delta:g}"

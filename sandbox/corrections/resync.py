@@ -13,15 +13,13 @@ from sandbox.errors import BadInput, positive
 class Resync(Protocol):
     """Sync after this update?"""
 
-    def __call__(
-        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
-    ) -> bool:
+    def __call__(self, steps: int, ess: float, ess_error: float, token_kl: float | None = None) -> bool:
         """Whether the sampler loads the trainer's weights after the update that this batch gave.
 
         Args:
-            steps_since_sync: optimiser updates since the last sync, this one included.
+            steps: optimiser updates since the last sync, this one included.
             ess: raw sequence lag ESS of the batch that the update used (global batch, fraction of n), in [1/n, 1].
-            ess_standard_error: its standard error.
+            ess_error: its standard error.
             token_kl: KL(q || pi) a token on the sampler's prefixes, estimated on that batch, nats; None where the loop
                 does not measure it.
         """
@@ -32,9 +30,7 @@ class Resync(Protocol):
 class Never:
     """The sampler keeps its first weights."""
 
-    def __call__(
-        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
-    ) -> bool:
+    def __call__(self, steps: int, ess: float, ess_error: float, token_kl: float | None = None) -> bool:
         return False
 
 
@@ -48,10 +44,8 @@ class EveryK:
         if self.k < 1:
             raise BadInput(f"k is {self.k}, expected at least 1")
 
-    def __call__(
-        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
-    ) -> bool:
-        return steps_since_sync >= self.k
+    def __call__(self, steps: int, ess: float, ess_error: float, token_kl: float | None = None) -> bool:
+        return steps >= self.k
 
 
 @dataclass(frozen=True)
@@ -71,10 +65,8 @@ class EssBelow:
         if not -math.inf < self.z < math.inf:
             raise BadInput(f"z is {self.z}, expected a finite number")
 
-    def __call__(
-        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
-    ) -> bool:
-        return not ess - self.z * ess_standard_error >= self.threshold
+    def __call__(self, steps: int, ess: float, ess_error: float, token_kl: float | None = None) -> bool:
+        return not ess - self.z * ess_error >= self.threshold
 
 
 @dataclass(frozen=True)
@@ -89,9 +81,7 @@ class KlAbove:
     def __post_init__(self) -> None:
         positive("threshold", self.threshold)
 
-    def __call__(
-        self, steps_since_sync: int, ess: float, ess_standard_error: float, token_kl: float | None = None
-    ) -> bool:
+    def __call__(self, steps: int, ess: float, ess_error: float, token_kl: float | None = None) -> bool:
         if token_kl is None:
             raise BadInput("resync 'kl_above' needs the KL a token of a batch, which is not measured here")
         return not token_kl <= self.threshold

@@ -64,10 +64,7 @@ def ones(batch: Batch) -> Array:
 class Uncorrected:
     """weight 1: the stale, discrepant sample is taken for an on-policy one."""
 
-    centres = False
-    factors = True
-
-    source = ""
+    centres, factors, source = False, True, ""
 
     def __str__(self) -> str:
         return "1"
@@ -98,7 +95,7 @@ class Truncate:
     floor: float = 0.0
     clamp: float = math.inf
     normalise: bool = False
-    centres = False
+    centres, source = False, "Yao, Liu et al. 2025; Liu, Li et al. 2025; MiniMax 2025 (with a floor)"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(self.floor, self.cap, "floor and cap")
@@ -106,8 +103,6 @@ class Truncate:
     @property
     def factors(self) -> bool:
         return self.level == "token" and not self.normalise
-
-    source = "Yao, Liu et al. 2025; Liu, Li et al. 2025; MiniMax 2025 (with a floor)"
 
     def __str__(self) -> str:
         r = ratios.name_of(self.on, self.level)
@@ -132,7 +127,8 @@ class Mask:
     """Masked importance sampling: weight = ratio where low <= ratio <= high, both included; rejected elsewhere.
 
     MIS (Liu, Li et al. 2025) has only the upper bound; IcePop (arXiv 2510.18855) is the token band [0.5, 5]. With
-    `drop` false a rejected token has weight 0 but stays among the kept ones, as in verl and TRL.
+    `drop` false a rejected token has weight 0 but stays among the kept ones, as in verl and TRL. With `weigh` false it
+    is rejection alone, weight 1 inside: Geo-RS at the geometric level, to be composed with a Truncate.
     """
 
     level: Level = "token"
@@ -141,7 +137,8 @@ class Mask:
     on: Source = "total"
     clamp: float = math.inf
     drop: bool = True
-    centres = False
+    weigh: bool = True
+    centres, source = False, "Liu, Li et al. 2025; arXiv 2510.18855 (token band)"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(self.low, self.high, "low and high")
@@ -150,17 +147,20 @@ class Mask:
     def factors(self) -> bool:
         return self.level == "token"
 
-    source = "Liu, Li et al. 2025; arXiv 2510.18855 (token band)"
-
     def __str__(self) -> str:
         r = ratios.name_of(self.on, self.level)
-        return f"{r} where {ratios.within(r, self.low, self.high)}, else {'rejected' if self.drop else '0'}"
+        inside = ratios.within(r, self.low, self.high)
+        return f"{r} where {inside}, else {'rejected' if self.drop else '0'}" if self.weigh else f"keep {inside}"
 
     def __call__(self, batch: Batch) -> Corrected:
         log_ratio = ratios.select(batch, self.on, self.level, self.clamp)
         inside = ratios.band(log_ratio, self.low, self.high)
-        weight = masked(namespace(log_ratio).exp(masked(log_ratio, inside)), inside)
-        return Corrected(weight, batch.mask & inside if self.drop else batch.mask, 0.0)
+        weight = namespace(log_ratio).exp(masked(log_ratio, inside)) if self.weigh else ones(batch)
+        return Corrected(
+            masked(weight, inside) if self.weigh or not self.drop else weight,
+            batch.mask & inside if self.drop else batch.mask,
+            0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,11 @@ class PPOClip:
     dual: float = math.inf
     level: Level = "token"
     on: Source = "total"
-    centres = False
-    factors = False
+    centres, factors, source = False, False, "Schulman et al. 2017; arXiv 2507.18071 (geometric)"
 
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
             raise BadInput(f"low and high are {self.low:g}, {self.high:g}, expected 0 or more; inf is off")
-
-    source = "Schulman et al. 2017; arXiv 2507.18071 (geometric)"
 
     def __str__(self) -> str:
         dual = "" if math.isinf(self.dual) else f", dual {self.dual:g}"
@@ -210,13 +207,10 @@ class CIS:
 
     cap: float = math.log(2.0)
     floor: float = -math.inf
-    centres = False
-    factors = True
+    centres, factors, source = False, True, "Yu, Zhao, Li et al. 2026, our reading"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(math.exp(self.floor), math.exp(self.cap), "e^floor and e^cap")
-
-    source = "Yu, Zhao, Li et al. 2026, our reading"
 
     def __str__(self) -> str:
         raised = "" if math.isinf(self.floor) else f", max with floor {self.floor:.3g} in log-odds"
@@ -236,13 +230,10 @@ class Centre:
     """
 
     cap: float = 2.0
-    centres = True
-    factors = True
+    centres, factors, source = True, True, "Li, Zhou and Lan 2026, our reading"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(0.0, self.cap, "0 and cap")
-
-    source = "Li, Zhou and Lan 2026, our reading"
 
     def __str__(self) -> str:
         return f"score centred at c ~ q min(pi/mu, {self.cap:g})"
@@ -267,7 +258,7 @@ class DLC:
 
     level: Level = "token"
     cap: float = 2.0
-    centres = True
+    centres, source = True, "Li, Zhou and Lan 2026, our reading"
 
     def __post_init__(self) -> None:
         ratios.check_bounds(0.0, self.cap, "0 and cap")
@@ -275,8 +266,6 @@ class DLC:
     @property
     def factors(self) -> bool:
         return self.level == "token"
-
-    source = "Li, Zhou and Lan 2026, our reading"
 
     def __str__(self) -> str:
         return f"{Truncate(self.level, self.cap, 'lag')} x {Centre(self.cap if self.level == 'token' else math.inf)}"

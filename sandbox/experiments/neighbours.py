@@ -160,7 +160,7 @@ def staleness_times_rate(threshold: float, fast: bool, seed: int = 0) -> Outcome
     case = PRESETS["machine"](seed)
     problem, logits, rows = case.problem, case.sampler_logits, []
     for eta in np.geomspace(0.005, 0.08, 3 if fast else 5):
-        table = levels.mean_field(problem, logits, CORRECTIONS["none"], float(eta), int(1.2 / eta)).table
+        table = levels.mean_field(problem, logits, SimConfig(step_size=float(eta), steps=int(1.2 / eta))).table
         d2 = np.concatenate([[0.0], -np.log(table["ess"].to_numpy())])
         passed = d2 >= var_threshold(0.5)
         if not passed.any():

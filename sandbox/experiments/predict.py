@@ -95,33 +95,19 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
     case = problem_json.named(config.problem)
     problem, logits, rng = case.problem, start_of(case, config.start), np.random.default_rng(config.seed)
     offset = 0.0 if config.exact_sampler or not case.sampler_log_offset.any() else case.sampler_log_offset
-    common = {"advantage": config.advantage, "threshold": config.threshold}
-    closed = levels.closed_form(problem, logits, config.step_size, config.batch_size, rng=rng, **common)
+    how = config.advantage, config.threshold
+    closed = levels.closed_form(problem, logits, config.step_size, config.batch_size, *how, rng=rng)
     k = np.arange(1, config.steps + 1)
     curve = {"k": k, "closed_form": closed.a * k**2 + closed.b * k}
     steps = {"closed_form": closed.ess_step if closed.ess_step <= config.steps else math.inf}
     steps |= {"linearised": math.nan, "mean_field": math.nan}
     recursion = config.correction.factors or config.correction == CORRECTIONS["seq_is"]
     if recursion:
-        curve["linearised"], steps["linearised"] = levels.linearised(
-            problem,
-            logits,
-            config.step_size,
-            closed.b,
-            config.steps,
-            correction=config.correction,
-            log_offset=offset,
-            **common,
-        )
-        field = levels.mean_field(
-            problem, logits, config.correction, config.step_size, config.steps, log_offset=offset, **common
-        )
+        cfg = training(config, offset)
+        curve["linearised"], steps["linearised"] = levels.linearised(problem, logits, cfg, closed.b, config.threshold)
+        field = levels.mean_field(problem, logits, cfg, config.threshold)
         steps["mean_field"] = field.ess_step
-        curve |= {
-            "mean_field": field.table["var_log_ratio"],
-            "ess": field.table["ess"],
-            "return": field.table["return"],
-        }
+        curve |= {"mean_field": field.table["var_log_ratio"], **{c: field.table[c] for c in ("ess", "return")}}
     outcome = {"ess_step": steps, "a": closed.a, "b": closed.b, "threshold": config.threshold}
     if config.runs:
         simulated, failure = _simulated(problem, logits, config, offset)

@@ -16,6 +16,7 @@ from sandbox.experiments.verdicts import Outcome, judge, setting
 from sandbox.tabular import bias, exact, simulate
 from sandbox.tabular.policy import ConstantOffset, log_policy, policies, policies_of
 from sandbox.tabular.problems import PRESETS, Case
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import lag
 
 
@@ -157,7 +158,10 @@ def _growth_exponents(seed: int) -> tuple[float, float]:
         now = policies(case.logits + x, case.logits + x, case.sampler_log_offset)
         x = x + eta * exact.expected_update(problem, now, CORRECTIONS["none"], "normalised")
         synced.append(x)
-    true, stale = (lag.path(problem, case.logits, CORRECTIONS[c], eta, steps)[1:] for c in ("seq_is", "none"))
+    true, stale = (
+        lag.path(problem, case.logits, SimConfig(CORRECTIONS[c], step_size=eta, steps=steps))[1:]
+        for c in ("seq_is", "none")
+    )
     # The exactly corrected path divides by the sampler's frozen scale; the synced one by its own.
     fresh, y = [], np.zeros(problem.shape)
     for _ in range(steps):

@@ -9,19 +9,21 @@ runs see both and are the check. Rules: "threshold" (sync once the raw sequence 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from sandbox.corrections import Correction, EssBelow, EveryK, Resync
+from sandbox.corrections import EssBelow, EveryK, Resync
 from sandbox.errors import BadInput
-from sandbox.tabular import exact, simulate
+from sandbox.tabular import simulate
 from sandbox.tabular.problems import Problem
 from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import levels
 
 THRESHOLDS = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+COLUMNS = ("rule", "value", "run", "step", "syncs", "return")
 COSTS = (0.0, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -36,25 +38,21 @@ def rules(
 def mean_field_runs(
     problem: Problem,
     logits: np.ndarray,
-    correction: Correction,
-    step_size: float,
-    steps: int,
-    advantage: exact.Advantage = "normalised",
-    log_offset: np.ndarray | float = 0.0,
+    cfg: SimConfig,
     thresholds: Sequence[float] = THRESHOLDS,
     periods: Sequence[int] = PERIODS,
 ) -> pl.DataFrame:
-    """Every rule's mean-field training. Columns rule, value, run (0), step, syncs (done before the step), return."""
+    """Every rule's mean-field training. Columns rule, value, run (0), step, syncs (done before the step), return.
+
+    Args:
+        cfg: how to train; its own resync rule is replaced.
+    """
     frames = []
     for kind, value, resync in rules(thresholds, periods):
-        field = levels.mean_field(problem, logits, correction, step_size, steps, advantage, log_offset, resync)
+        table = levels.mean_field(problem, logits, replace(cfg, resync=resync)).table
         before = pl.col("synced").cast(pl.Int64).cum_sum() - pl.col("synced")
-        frames.append(
-            field.table.select(
-                rule=pl.lit(kind), value=pl.lit(value), run=pl.lit(0), step="step", syncs=before, **{"return": "return"}
-            )
-        )
-    return pl.concat(frames)
+        frames.append(table.select(run=pl.lit(0), syncs=before, step="step", **_named(kind, value)))
+    return pl.concat(frames).select(COLUMNS)
 
 
 def monte_carlo_runs(
@@ -65,21 +63,17 @@ def monte_carlo_runs(
     thresholds: Sequence[float] = THRESHOLDS,
     periods: Sequence[int] = PERIODS,
 ) -> pl.DataFrame:
-    """Every rule's simulated training, the same seeds under each; columns as in `mean_field_runs`.
-
-    Args:
-        cfg: how to train; its own resync rule is replaced.
-    """
+    """Every rule's simulated training, the same seeds under each; arguments and columns as in `mean_field_runs`."""
     frames = []
     for kind, value, resync in rules(thresholds, periods):
         table = simulate.run(problem, logits, replace(cfg, resync=resync), runs).table
         before = pl.col("syncs").shift(1, fill_value=0).over("run")
-        frames.append(
-            table.select("run", "step", "return", rule=pl.lit(kind), value=pl.lit(value), syncs=before).select(
-                "rule", "value", "run", "step", "syncs", "return"
-            )
-        )
-    return pl.concat(frames)
+        frames.append(table.select("run", "step", syncs=before, **_named(kind, value)))
+    return pl.concat(frames).select(COLUMNS)
+
+
+def _named(kind: str, value: float) -> dict[str, Any]:
+    return {"rule": pl.lit(kind), "value": pl.lit(value), "return": "return"}
 
 
 def at_budget(runs: pl.DataFrame, budget: float, costs: Sequence[float] = COSTS) -> pl.DataFrame:

@@ -4,15 +4,14 @@
 around a fixed point: H feeds back what the trainer does now, M what it did `tau` updates ago. A mode z^k solves
     det(z^{tau+1} I - (I + eta H) z^tau - eta M) = 0,
 the eigenvalues of a companion matrix; H and M need not commute. The loop forgets a disturbance iff all |z| < 1.
-Scalar, H = 0, M = -kappa: iff 0 < eta kappa < 2 sin(pi / (2 (2 tau + 1))) (Levin and May 1976); `derivations.py`
-derives it. Matrices are (n, n); a number is a (1, 1) matrix. tau counts updates.
+Scalar, H = 0, M = -kappa: iff 0 < eta kappa < 2 sin(pi / (2 (2 tau + 1))) (Levin and May 1976; a test
+derives it). Matrices are (n, n); a number is a (1, 1) matrix. tau counts updates.
 """
 
 import itertools
 import math
 
 import numpy as np
-import polars as pl
 from scipy.optimize import brentq
 
 from sandbox.errors import BadInput, positive
@@ -87,12 +86,6 @@ def critical_step_size(h: np.ndarray | float, m: np.ndarray | float, tau: int) -
     return math.inf
 
 
-def margin(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> float:
-    """Critical step size over the actual one: above 1 stable, below 1 unstable."""
-    positive("step_size", step_size)
-    return critical_step_size(h, m, tau) / step_size
-
-
 def critical_tau(h: np.ndarray | float, m: np.ndarray | float, step_size: float, most: int = 256) -> float:
     """Largest lag up to which every lag is stable at this step size; -1 where lag 0 is unstable, inf beyond `most`."""
     h, m = without_null(h, m)
@@ -124,33 +117,6 @@ def recursion(
     for k in range(tau, steps + tau):
         theta[k + 1] = theta[k] + step_size * (h @ theta[k] + m @ theta[k - tau] + constant)
     return theta[tau:]
-
-
-def growth_rate(path: np.ndarray) -> float:
-    """Factor per update of |path|, from the slope of its logarithm over the later half. (K, n) with K >= 4"""
-    size = np.log(np.linalg.norm(path, axis=1))
-    later = np.arange(len(size) // 2, len(size))
-    return float(np.exp(np.polyfit(later, size[later], 1)[0]))
-
-
-def linear_and_geometric(
-    loop: np.ndarray | float, bias: np.ndarray | float, step_size: float, steps: int
-) -> pl.DataFrame:
-    """A constant bias alone beside the same bias inside a loop: how far the weights are pushed after k updates.
-
-    constant: x_{k+1} = x_k + eta b_d, so |x_k| = eta |b_d| k. fed_back: x_{k+1} = x_k + eta (L x_k + b_d), growing as
-    the spectral radius of I + eta L to the k where that is above 1. Discrepancy does the first, lag the second.
-
-    Args:
-        loop: L, such as H (the stale update's feedback) or -M (the part that lag alone adds). (n, n)
-        bias: b_d. (n,)
-    Returns: columns k, constant, fed_back; k = 1 .. steps.
-    """
-    loop, _ = _square(loop, loop)
-    pushed = recursion(loop, np.zeros_like(loop), bias, step_size, 0, np.zeros(len(loop)), steps)[1:]
-    k = np.arange(1, steps + 1)
-    constant = step_size * np.linalg.norm(np.atleast_1d(bias)) * k
-    return pl.DataFrame({"k": k, "constant": constant, "fed_back": np.linalg.norm(pushed, axis=1)})
 
 
 def _square(h: np.ndarray | float, m: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:

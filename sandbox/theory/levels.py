@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from sandbox.corrections import CORRECTIONS, RESYNCS, Correction, Resync
 from sandbox.errors import BadInput, positive
 from sandbox.tabular import exact
 from sandbox.tabular.policy import draw, log_policy, policies
 from sandbox.tabular.problems import Problem, table
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import lag
 from sandbox.theory.collapse import quadratic_step, var_threshold
 
@@ -128,15 +128,7 @@ def closed_form(
 
 
 def linearised(
-    problem: Problem,
-    logits: np.ndarray,
-    step_size: float,
-    noise: float,
-    steps: int,
-    advantage: exact.Advantage = "normalised",
-    threshold: float = 0.5,
-    correction: Correction = CORRECTIONS["none"],
-    log_offset: np.ndarray | float = 0.0,
+    problem: Problem, logits: np.ndarray, cfg: SimConfig, noise: float, threshold: float = 0.5
 ) -> tuple[np.ndarray, float]:
     """Var[log w] after k = 1 .. steps updates to first order in the lag x, and its ess_step.
 
@@ -145,24 +137,19 @@ def linearised(
     at larger lag is not in it; the mean field has it.
 
     Args:
+        cfg: its correction must be one whose expected update is a recursion. Var[log w] is that of the lag, under mu.
         noise: b of the closed form.
-        correction: one whose expected update is a recursion.
-        log_offset: the sampler's constant offset; Var[log w] stays that of the lag, under mu.
     Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
     Raises:
-        BadInput: steps < 1, noise < 0, a step size that is not finite and positive, a threshold outside (0, 1).
+        BadInput: noise < 0, a threshold outside (0, 1), a discrepancy that every run draws.
     """
-    positive("step_size", step_size)
-    positive("steps", steps)
     if not noise >= 0:
         raise BadInput(f"noise is {noise}, expected a number >= 0")
-    start = policies(logits, logits, log_offset)
-    visits = exact.occupancy(problem, start.sync)
-    drift = exact.expected_update(problem, start, correction, advantage)
-    x, curve = np.zeros(problem.shape), np.empty(steps)
-    for k in range(steps):
-        closed = lag.applied_feedback(problem, logits, x, correction, advantage, log_offset) if k else 0.0
-        x = x + step_size * (drift + closed)
+    start = policies(logits, logits, lag.offset_of(cfg))
+    visits, drift = exact.occupancy(problem, start.sync), lag.mean_update(problem, start, cfg)
+    x, curve = np.zeros(problem.shape), np.empty(cfg.steps)
+    for k in range(cfg.steps):
+        x = x + drift + (cfg.step_size * lag.applied_feedback(problem, logits, x, cfg) if k else 0.0)
         curve[k] = fisher_form(start.sync, visits, x) + noise * (k + 1)
     above = np.flatnonzero(curve >= var_threshold(threshold))
     return curve, float(above[0] + 1) if len(above) else math.inf
@@ -181,42 +168,30 @@ class MeanField(NamedTuple):
     logits: np.ndarray
 
 
-def mean_field(
-    problem: Problem,
-    logits: np.ndarray,
-    correction: Correction,
-    step_size: float,
-    steps: int,
-    advantage: exact.Advantage = "normalised",
-    log_offset: np.ndarray | float = 0.0,
-    resync: Resync = RESYNCS["never"],
-    threshold: float = 0.5,
-) -> MeanField:
-    """Iterate logits += step_size * expected_update; after each, the state of trainer and sampler before any sync.
+def mean_field(problem: Problem, logits: np.ndarray, cfg: SimConfig, threshold: float = 0.5) -> MeanField:
+    """Iterate logits += step_size * expected update; after each, the state of trainer and sampler before any sync.
 
     `ess` and `var_log_ratio` are those of the lag, pi against mu. The resync rule sees what a batch would show it:
     (E_q r)^2 / E_q r^2 before the update, with standard error 0; the sampler syncs after the update.
 
     Args:
         logits: start of trainer and sampler. (S, V)
-        log_offset: the sampler's constant offset, nats. (S, V)
-        resync: a rule of `corrections.resync`.
+        cfg: as for `simulate.run`; batch size and seed do not matter.
     Raises:
-        BadInput: steps < 1, a step size that is not finite and positive; a correction whose expected update is no
-            recursion (truncated sequences, PPO) on a problem of more than about a million sequences.
+        BadInput: a threshold outside (0, 1), a discrepancy that every run draws, a correction whose expected update is
+            no recursion (truncated sequences, PPO) on a problem of more than about a million sequences.
     """
-    positive("step_size", step_size)
-    positive("steps", steps)
     var_threshold(threshold)  # refuses one outside (0, 1)
-    trainer, sampler, since_sync = np.array(logits, dtype=float), np.array(logits, dtype=float), 0
-    now = policies(trainer, sampler, log_offset)
+    offset, since_sync = lag.offset_of(cfg), 0
+    trainer = sampler = np.array(logits, dtype=float)
+    now = policies(trainer, sampler, offset)
     rows: list[dict[str, Any]] = []
-    for step in range(1, steps + 1):
+    for step in range(1, cfg.steps + 1):
         batch_ess = float(exact.lag_ess_under_sampler(problem, now))
-        trainer = trainer + step_size * exact.expected_update(problem, now, correction, advantage)
+        trainer = trainer + lag.mean_update(problem, now, cfg)
         since_sync += 1
-        now = policies(trainer, sampler, log_offset)
-        synced = resync(since_sync, batch_ess, 0.0)
+        now = policies(trainer, sampler, offset)
+        synced = cfg.resync(since_sync, batch_ess, 0.0)
         rows.append(
             {
                 "step": step,
@@ -231,7 +206,7 @@ def mean_field(
         )
         if synced:
             sampler, since_sync = trainer, 0
-            now = policies(trainer, sampler, log_offset)
+            now = policies(trainer, sampler, offset)
     table = pl.DataFrame(rows)
     below = table.filter(pl.col("ess") < threshold)["since_sync"]
     return MeanField(table, float(below[0]) if len(below) else math.inf, trainer)

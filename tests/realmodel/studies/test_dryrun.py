@@ -17,9 +17,9 @@ from sandbox.output import config as configs
 CONFIGS = Path(__file__).parents[3] / "realmodel/configs"
 STEP = """
 import sys, torch, numpy as np
-from realmodel import train
-from realmodel.align import Rollout
-from realmodel.sampler import EngineConfig
+from realmodel.training import train
+from realmodel.policy.align import Rollout
+from realmodel.engine.sampler import EngineConfig
 from sandbox.corrections import CORRECTIONS
 def mib(name):
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(name)) / 1024

@@ -109,10 +109,11 @@ def test_the_twin_of_a_tree_is_the_tree():
     bare = replace(fit, b=0.0)
     assert (
         grid.twin(bare, CORRECTIONS["none"], 60)
-        == levels.mean_field(tree, start, CORRECTIONS["none"], 1.0, 60).ess_step
+        == levels.mean_field(tree, start, SimConfig(step_size=1.0, steps=60)).ess_step
     )
     assert (
-        grid.twin(bare, CORRECTIONS["tis"], 60) == levels.mean_field(tree, start, CORRECTIONS["tis"], 1.0, 60).ess_step
+        grid.twin(bare, CORRECTIONS["tis"], 60)
+        == levels.mean_field(tree, start, SimConfig(CORRECTIONS["tis"], step_size=1.0, steps=60)).ess_step
     )
     assert grid.twin(fit, CORRECTIONS["none"], 5) == math.inf
     assert math.isnan(grid.twin(replace(fit, a=math.nan, b=math.nan), CORRECTIONS["none"], 60))

@@ -16,7 +16,6 @@ from hypothesis.extra.numpy import arrays
 from sandbox.batch import Batch, unpack
 from sandbox.corrections import (
     PRESETS,
-    Band,
     Compose,
     Divergence,
     Mask,
@@ -118,7 +117,7 @@ def test_p18_a_cancelling_geometric_mean_is_flagged_by_the_tails():
     assert tails.multiplicative == pytest.approx(7.389, abs=1e-3)
     assert (tails.smallest_ratio, tails.largest_ratio) == pytest.approx((0.135, 7.389), abs=1e-3)
     assert not Divergence("multiplicative", "mean", 1.5)(batch).keep.any()
-    assert Band("geometric", 0.99, 1.01)(batch).keep.all()
+    assert Mask("geometric", 0.99, 1.01, weigh=False)(batch).keep.all()
 
 
 @given(batch=batches())
@@ -317,7 +316,7 @@ def test_p31_an_empty_response_adds_no_token():
 
 def test_p32_everything_rejected_is_an_alarm_not_a_crash():
     batch = of_log_ratios([[0.5] * 4, [-0.7] * 4])
-    rule = Compose((Band("geometric", 0.99, 1.001), Veto(1e-4)))
+    rule = Compose((Mask("geometric", 0.99, 1.001, weigh=False), Veto(1e-4)))
     corrected = rule(batch)
     told = report(batch, corrected)
     assert losses.reinforce(batch, corrected, "kept") == 0.0
@@ -368,7 +367,12 @@ def test_p34_opsm_is_a_test_of_the_whole_response():
 def test_p34_sequence_rules_never_split_a_response(batch: Batch, data):
     advantage = data.draw(arrays(float, batch.mask.shape, elements=st.floats(-2, 2)))
     batch = dataclasses.replace(batch, advantage=advantage)
-    rules = [Band("sequence", 0.5, 2.0), Band("geometric", 0.9, 1.1), Veto(0.5, 2.0), OffPolicySequenceMask(0.05)]
+    rules = [
+        Mask("sequence", 0.5, 2.0, weigh=False),
+        Mask("geometric", 0.9, 1.1, weigh=False),
+        Veto(0.5, 2.0),
+        OffPolicySequenceMask(0.05),
+    ]
     for rule in [*rules, Divergence("k3", "sum", 0.1), Divergence("k2", "max", 0.1), Mask("sequence")]:
         keep = rule(batch).keep
         whole = keep.any(-1, keepdims=True)

@@ -242,12 +242,12 @@ def test_every_framework_has_presets_and_metrics():
     assert all(dataclasses.is_dataclass(rule) for rule in presets.PRESETS.values())
 
 
-README = Path(__file__).parents[3] / "README.md"
+TABLE = Path(__file__).parents[3] / "docs/corrections.md"
 
 
-def test_the_readme_lists_every_preset_as_it_is():
+def test_the_page_lists_every_preset_as_it_is():
     """`python -m sandbox.corrections.presets` prints the block."""
-    block = README.read_text().split("<!-- corrections -->")[1].split("<!-- /corrections -->")[0]
+    block = TABLE.read_text().split("<!-- corrections -->")[1].split("<!-- /corrections -->")[0]
     assert block.strip() == presets.table()
 
 

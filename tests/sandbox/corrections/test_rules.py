@@ -20,7 +20,6 @@ from sandbox.corrections import (
     DLC,
     PRESETS,
     RULES,
-    Band,
     Centre,
     Compose,
     Correction,
@@ -446,7 +445,7 @@ def test_low_precision_is_widened_before_anything_is_computed(dtype):
         lambda: CIS(-3.0, -2.0),
         lambda: DLC(cap=0.0),
         lambda: Centre(cap=math.nan),
-        lambda: Band(low=-1.0),
+        lambda: Mask(low=-1.0, weigh=False),
         lambda: Veto(low=math.nan),
     ],
 )

@@ -19,6 +19,7 @@ from sandbox.experiments.predict import PredictConfig
 from sandbox.output import config, problem_json
 from sandbox.tabular import simulate
 from sandbox.tabular.policy import GivenOffset
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import collapse, levels
 
 ROOT = Path(__file__).parents[3]
@@ -36,10 +37,10 @@ def test_levels_are_those_of_theory_and_simulation(outcome):
     problem = problem_json.named("sparse_tree").problem
     logits = np.zeros(problem.shape)
     closed = levels.closed_form(problem, logits, 2.0, 256)
-    field = levels.mean_field(problem, logits, CORRECTIONS["none"], 2.0, 30)
+    field = levels.mean_field(problem, logits, SimConfig(step_size=2.0, steps=30))
     steps = outcome["ess_step"]
     assert steps["closed_form"] == closed.ess_step
-    assert steps["linearised"] == levels.linearised(problem, logits, 2.0, closed.b, 30)[1]
+    assert steps["linearised"] == levels.linearised(problem, logits, SimConfig(step_size=2.0, steps=30), closed.b)[1]
     assert steps["mean_field"] == outcome["prediction"] == field.ess_step
     assert abs(steps["simulated"] - field.ess_step) <= 2
     assert outcome["status"] == "predicted"
@@ -99,7 +100,11 @@ def test_a_users_own_problem_starts_at_its_samplers_weights_under_its_offset(tmp
     asked = PredictConfig(str(tmp_path / "mine.json"), correction=CORRECTIONS["tis"], step_size=2.0, steps=12, runs=2)
     told = predict.tabular(asked)
     problem, start = case.problem, case.sampler_logits
-    field = levels.mean_field(problem, start, CORRECTIONS["tis"], 2.0, 12, log_offset=case.sampler_log_offset)
+    field = levels.mean_field(
+        problem,
+        start,
+        SimConfig(CORRECTIONS["tis"], step_size=2.0, steps=12, discrepancy=GivenOffset(case.sampler_log_offset)),
+    )
     assert np.array_equal([row["ess"] for row in told["curve"]], field.table["ess"])
     config = simulate.SimConfig(
         CORRECTIONS["tis"], discrepancy=GivenOffset(case.sampler_log_offset), step_size=2.0, steps=12

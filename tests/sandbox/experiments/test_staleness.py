@@ -66,7 +66,7 @@ def case():
 
 def test_the_dearer_a_sync_the_staler_the_best_sampler(case):
     problem, logits, start = case
-    runs = staleness.mean_field_runs(problem, logits, CORRECTIONS["tis"], 1.0, 30)
+    runs = staleness.mean_field_runs(problem, logits, SimConfig(CORRECTIONS["tis"], step_size=1.0, steps=30))
     best = staleness.optimum(staleness.at_budget(runs, 30), start)
     assert best["best_period"].is_sorted()
     assert best["best_period"][0] == 1  # free syncs: on-policy
@@ -74,7 +74,9 @@ def test_the_dearer_a_sync_the_staler_the_best_sampler(case):
     assert best["best_threshold"][0] > best["best_threshold"][-1]
     assert best["return_best"].is_sorted(descending=True)
     assert (best["loss"] >= 0).all()
-    on_policy = levels.mean_field(problem, logits, CORRECTIONS["tis"], 1.0, 30, resync=EveryK(1)).table
+    on_policy = levels.mean_field(
+        problem, logits, SimConfig(CORRECTIONS["tis"], step_size=1.0, steps=30, resync=EveryK(1))
+    ).table
     here = runs.filter((pl.col("rule") == "period") & (pl.col("value") == 1))
     assert_allclose(here["return"], on_policy["return"])
     assert here["syncs"].to_list() == list(range(30))
@@ -84,7 +86,9 @@ def test_monte_carlo_agrees_with_the_mean_field(case):
     """12 runs of 256 responses: returns at the budget within 5 standard errors and .03 (the bias of a finite batch)."""
     problem, logits, _ = case
     some = {"thresholds": (0.2, 0.5, 0.9), "periods": (1, 4)}
-    field = staleness.at_budget(staleness.mean_field_runs(problem, logits, CORRECTIONS["tis"], 1.0, 12, **some), 12)
+    field = staleness.at_budget(
+        staleness.mean_field_runs(problem, logits, SimConfig(CORRECTIONS["tis"], step_size=1.0, steps=12), **some), 12
+    )
     cfg = SimConfig(CORRECTIONS["tis"], step_size=1.0, steps=12)
     drawn = staleness.at_budget(staleness.monte_carlo_runs(problem, logits, cfg, range(12), **some), 12)
     assert drawn.select("cost", "rule", "value").equals(field.select("cost", "rule", "value"))

@@ -4,8 +4,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from sandbox.corrections import CORRECTIONS
 from sandbox.tabular import problems, simulate
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import levels
 
 STEP_SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -20,7 +20,7 @@ def row(reward: int, step_size: float) -> dict:
     """One setting: depth-6 4-ary tree, best 10 % rewarded, N = 256, normalised advantage, uncorrected, never synced."""
     problem = problems.sparse_tree(np.random.default_rng(reward))
     logits, horizon = np.zeros(problem.shape), int(28 / step_size) + 8
-    field = levels.mean_field(problem, logits, CORRECTIONS["none"], step_size, horizon)
+    field = levels.mean_field(problem, logits, SimConfig(step_size=step_size, steps=horizon))
     cfg = simulate.SimConfig(step_size=step_size, steps=horizon)
     steps = simulate.ess_steps(simulate.run(problem, logits, cfg, range(SEEDS)).table)["ess_step"].to_numpy()
     return {

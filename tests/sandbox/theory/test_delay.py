@@ -61,7 +61,9 @@ def test_the_recursion_grows_at_the_spectral_radius(seed, tau, share):
     # Underflow and overflow end the range in which the slope is there to be seen.
     size = np.abs(path).max(axis=1)
     path = path[(size > 1e-140) & (size < 1e140)]
-    assert_allclose(delay.growth_rate(path), radius, rtol=3e-3)
+    # Factor per update of |path|, from the slope of its logarithm over the later half.
+    later = np.log(np.linalg.norm(path, axis=1))[len(path) // 2 :]
+    assert_allclose(np.exp(np.polyfit(np.arange(len(later)), later, 1)[0]), radius, rtol=3e-3)
 
 
 @given(st.integers(0, 2**32), st.integers(0, 4))
@@ -72,7 +74,7 @@ def test_the_spectral_radius_is_one_at_the_critical_step_and_below_before(seed, 
         return
     assert_allclose(delay.spectral_radius(h, m, critical, tau), 1, atol=1e-9)
     assert delay.spectral_radius(h, m, 0.97 * critical, tau) < 1
-    assert_allclose(delay.margin(h, m, critical / 3, tau), 3)
+    assert delay.spectral_radius(h, m, 1.01 * critical, tau) > 1
 
 
 def test_critical_step_without_delay_is_that_of_gradient_ascent():
@@ -124,11 +126,9 @@ def test_a_delayed_penalty_at_the_fixed_point_goes_unstable_where_an_instant_one
 
 def test_constant_bias_grows_linearly_and_a_loop_geometrically():
     loop, bias = np.diag([0.2, -0.5]), np.array([0.01, 0.02])
-    table = delay.linear_and_geometric(loop, bias, 0.5, 100)
-    assert_allclose(table["constant"], 0.5 * np.hypot(0.01, 0.02) * table["k"])
-    grown = 0.01 * (1.1**100 - 1) / 0.2, 0.02 * (1 - 0.75**100) / 0.5
-    assert_allclose(table["fed_back"][-1], np.hypot(*grown))
-    assert table["fed_back"][0] == pytest.approx(table["constant"][0])
+    pushed, no_loop = (delay.recursion(x, 0 * x, bias, 0.5, 0, np.zeros(2), 100) for x in (loop, 0 * loop))
+    assert_allclose(np.linalg.norm(no_loop, axis=1), 0.5 * np.hypot(0.01, 0.02) * np.arange(101))
+    assert_allclose(pushed[-1], [0.01 * (1.1**100 - 1) / 0.2, 0.02 * (1 - 0.75**100) / 0.5])
 
 
 @pytest.mark.parametrize(

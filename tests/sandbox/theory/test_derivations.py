@@ -11,9 +11,10 @@ from sandbox.batch import Batch
 from sandbox.corrections import CIS, CORRECTIONS
 from sandbox.tabular import exact, problems
 from sandbox.tabular.policy import log_policy, policies
-from sandbox.theory import delay, derivations, lag, levels
-from sandbox.theory.derivations import CAP, ETA, MU, R0, R1, THRESHOLD, P, Q
-from tests.support import reference
+from sandbox.tabular.simulate import SimConfig
+from sandbox.theory import delay, lag, levels
+from tests.support import derivations, reference
+from tests.support.derivations import CAP, ETA, MU, R0, R1, THRESHOLD, P, Q
 
 POINTS = range(8)
 
@@ -79,7 +80,10 @@ def test_collapse_step_of_the_bandit_is_that_of_the_mean_field(mu, threshold):
     assert_allclose(float(exact.ess(problem, p, log_policy(logits))), threshold, rtol=1e-12)
     exactly = value(steps, where)
     field = levels.mean_field(
-        problem, logits, CORRECTIONS["none"], eta, math.ceil(exactly) + 3, "centred", threshold=threshold
+        problem,
+        logits,
+        SimConfig(step_size=eta, steps=math.ceil(exactly) + 3, advantage="centred"),
+        threshold=threshold,
     )
     assert field.ess_step == math.ceil(exactly)
     # Between the two the ESS passes the threshold at the real number that the formula gives.
@@ -88,7 +92,7 @@ def test_collapse_step_of_the_bandit_is_that_of_the_mean_field(mu, threshold):
 
 
 def test_a_bandit_that_prefers_the_better_arm_never_collapses():
-    field = levels.mean_field(problems.bandit([1.0, 0.0]), np.array([[0.1, 0.0]]), CORRECTIONS["none"], 1.0, 400)
+    field = levels.mean_field(problems.bandit([1.0, 0.0]), np.array([[0.1, 0.0]]), SimConfig(step_size=1.0, steps=400))
     assert math.isinf(field.ess_step)
     assert derivations.collapse().probability.subs({MU: 0.55, THRESHOLD: 0.5}) > 1
 

@@ -7,8 +7,9 @@ from numpy.testing import assert_allclose
 
 from sandbox.corrections import CORRECTIONS
 from sandbox.tabular import exact, problems
-from sandbox.tabular.policy import log_policy, policies
+from sandbox.tabular.policy import GivenOffset, log_policy, policies
 from sandbox.tabular.problems import Problem
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import delay, lag, levels
 from tests.support import reference, strategies
 from tests.support.strategies import random_logits
@@ -24,7 +25,12 @@ def test_products_equal_matrices_by_enumeration(case):
     assert_allclose(lag.left_out(problem, p, x, "centred"), m, **close)
     expected = {"none": h, "seq_is": h + m, "tis": h + same, "dlc": h + same, "cis": h + same, "icepop": h + same}
     for name, value in expected.items():
-        assert_allclose(lag.applied_feedback(problem, p, x, CORRECTIONS[name], "centred"), value, **close), name
+        (
+            assert_allclose(
+                lag.applied_feedback(problem, p, x, SimConfig(CORRECTIONS[name], advantage="centred")), value, **close
+            ),
+            name,
+        )
     form = levels.fisher_form(p, exact.occupancy(problem, p), x)
     assert_allclose(form, (x * fisher).sum(), rtol=1e-9, atol=1e-12)
 
@@ -60,7 +66,10 @@ def test_what_the_loop_adds_after_two_steps(top):
     problem, logits = lopsided(top)
     logp, eta = log_policy(logits), 1e-4
     _, m, _, _ = reference.lag_matrices(problem, logp)
-    none, weighted = (lag.path(problem, logits, CORRECTIONS[c], eta, 2, "centred") for c in ("none", "seq_is"))
+    none, weighted = (
+        lag.path(problem, logits, SimConfig(CORRECTIONS[c], step_size=eta, steps=2, advantage="centred"))
+        for c in ("none", "seq_is")
+    )
     drift = exact.gradient(problem, logp)
     assert_allclose((none - weighted)[2] / eta**2, -lag.product(m)(drift), rtol=0.02, atol=1e-5)
     # The largest entry is far above the tolerance, so that a flipped sign fails.
@@ -73,7 +82,7 @@ def test_the_loop_damps_on_rare_success_and_feeds_on_rare_failure(top, feeds):
     problem, logits = lopsided(top)
     logp = log_policy(logits)
     m = reference.lag_matrices(problem, logp)[1] / exact.advantage_scale(problem, logp, "normalised")
-    effect = lag.loop_effect(problem, logits, lag.product(m), 0.1, 30)
+    effect = lag.loop_effect(problem, logits, lag.product(m), SimConfig(step_size=0.1, steps=30))
     assert effect.feeds == feeds
     sign = 1 if feeds else -1
     assert (sign * effect.table["excess"] > 0)[1:].all()
@@ -94,9 +103,16 @@ def test_growth_predicted_is_growth_measured_and_the_error_is_second_order(log_o
     scale = exact.advantage_scale(problem, log_rollout, "normalised")
     error, size = [], []
     for eta in (0.02, 0.01):
-        measured = lag.path(problem, logits, CORRECTIONS["none"], eta, 20, log_offset=offset)
-        predicted = lag.predicted_path(problem, logits, lag.product(m / scale), eta, 20, log_offset=offset)
-        wrong = lag.predicted_path(problem, logits, lag.product(-m / scale), eta, 20, log_offset=offset)
+        measured = lag.path(problem, logits, SimConfig(step_size=eta, steps=20, discrepancy=GivenOffset(offset)))
+        predicted = lag.predicted_path(
+            problem, logits, lag.product(m / scale), SimConfig(step_size=eta, steps=20, discrepancy=GivenOffset(offset))
+        )
+        wrong = lag.predicted_path(
+            problem,
+            logits,
+            lag.product(-m / scale),
+            SimConfig(step_size=eta, steps=20, discrepancy=GivenOffset(offset)),
+        )
         error.append(np.linalg.norm(measured[-1] - predicted[-1]))
         size.append(np.linalg.norm(measured[-1]))
         assert error[-1] < 0.2 * np.linalg.norm(measured[-1] - wrong[-1])
@@ -109,8 +125,10 @@ def test_left_out_without_a_matrix_gives_the_same_prediction():
     problem, logits = lopsided(0.1)
     logp = log_policy(logits)
     m = reference.lag_matrices(problem, logp)[1] / exact.advantage_scale(problem, logp, "normalised")
-    by_matrix = lag.predicted_path(problem, logits, lag.product(m), 0.2, 10)
-    by_product = lag.predicted_path(problem, logits, lambda x: lag.left_out(problem, logp, x), 0.2, 10)
+    by_matrix = lag.predicted_path(problem, logits, lag.product(m), SimConfig(step_size=0.2, steps=10))
+    by_product = lag.predicted_path(
+        problem, logits, lambda x: lag.left_out(problem, logp, x), SimConfig(step_size=0.2, steps=10)
+    )
     assert_allclose(by_product, by_matrix, atol=1e-8)
 
 
@@ -141,22 +159,24 @@ def test_linearised_with_the_applied_update_is_right_to_the_order_it_claims(name
     problem, logits = lopsided(0.9)
     error = []
     for eta in (0.02, 0.01):
-        curve, _ = levels.linearised(problem, logits, eta, 0.0, 20, correction=CORRECTIONS[name])
-        path = lag.path(problem, logits, CORRECTIONS[name], eta, 20)
+        curve, _ = levels.linearised(problem, logits, SimConfig(CORRECTIONS[name], step_size=eta, steps=20), 0.0)
+        path = lag.path(problem, logits, SimConfig(CORRECTIONS[name], step_size=eta, steps=20))
         exactly = levels.fisher_form(log_policy(logits), exact.occupancy(problem, log_policy(logits)), path[-1])
         error.append(abs(curve[-1] / exactly - 1))
     assert error[0] < 0.02
     assert error[0] / error[1] > 3
     if name != "none":
-        open_loop, _ = levels.linearised(problem, logits, 0.02, 0.0, 20)
-        closed, _ = levels.linearised(problem, logits, 0.02, 0.0, 20, correction=CORRECTIONS[name])
+        open_loop, _ = levels.linearised(problem, logits, SimConfig(step_size=0.02, steps=20), 0.0)
+        closed, _ = levels.linearised(problem, logits, SimConfig(CORRECTIONS[name], step_size=0.02, steps=20), 0.0)
         assert abs(open_loop[-1] / closed[-1] - 1) > 5 * error[0]
 
 
 def test_linearised_under_a_discrepancy_starts_from_the_biased_update():
     problem, logits = lopsided(0.1)
     offset = 0.3 * np.random.default_rng(2).normal(0.3, 1, problem.shape)
-    curve, _ = levels.linearised(problem, logits, 0.1, 0.0, 3, correction=CORRECTIONS["dlc"], log_offset=offset)
+    curve, _ = levels.linearised(
+        problem, logits, SimConfig(CORRECTIONS["dlc"], step_size=0.1, steps=3, discrepancy=GivenOffset(offset)), 0.0
+    )
     first = exact.expected_update(problem, policies(logits, logits, offset), CORRECTIONS["dlc"], "normalised")
     visits = exact.occupancy(problem, log_policy(logits))
     assert_allclose(curve[0], levels.fisher_form(log_policy(logits), visits, 0.1 * first), rtol=1e-12)
@@ -177,5 +197,7 @@ def test_applied_feedback_under_a_discrepancy_is_that_of_the_biased_update(name)
     ahead, behind = (
         reference.expected_update(problem, log_policy(logits + sign * h * x), mu, q, name) for sign in (1, -1)
     )
-    value = lag.applied_feedback(problem, logits, x, CORRECTIONS[name], "centred", offset)
+    value = lag.applied_feedback(
+        problem, logits, x, SimConfig(CORRECTIONS[name], advantage="centred", discrepancy=GivenOffset(offset))
+    )
     assert_allclose(value, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-7)

@@ -11,8 +11,9 @@ from numpy.testing import assert_allclose
 from sandbox.corrections import CORRECTIONS, EssBelow, EveryK
 from sandbox.errors import BadInput
 from sandbox.tabular import exact, matrices, problems, simulate
-from sandbox.tabular.policy import log_policy, policies
+from sandbox.tabular.policy import GivenOffset, log_policy, policies
 from sandbox.tabular.problems import Problem
+from sandbox.tabular.simulate import SimConfig
 from sandbox.theory import collapse, levels
 from tests.support import reference, strategies
 from tests.support.strategies import random_logits
@@ -78,20 +79,22 @@ def test_closed_form_mean_field_and_simulation_agree_on_the_collapse_step(sparse
     random; for step sizes .25 to 4 the median stood within one step of the mean field in all 15 settings."""
     logits = np.zeros(sparse.shape)
     closed = levels.closed_form(sparse, logits, step_size, 256)
-    field = levels.mean_field(sparse, logits, CORRECTIONS["none"], step_size, 40)
+    field = levels.mean_field(sparse, logits, SimConfig(step_size=step_size, steps=40))
     cfg = simulate.SimConfig(step_size=step_size, steps=int(32 / step_size) + 4)
     result = simulate.run(sparse, logits, cfg, range(20))
     median = float(np.median(simulate.ess_steps(result.table)["ess_step"].to_numpy()))
     assert near(median, field.ess_step)
     assert near(closed.ess_step, field.ess_step, 0.2)
-    assert near(levels.linearised(sparse, logits, step_size, closed.b, 40)[1], field.ess_step, 0.2)
+    assert near(
+        levels.linearised(sparse, logits, SimConfig(step_size=step_size, steps=40), closed.b)[1], field.ess_step, 0.2
+    )
     # Of the size that THEORY section 6 gives for its three rewards.
     low, high = {1.0: (10, 24), 2.0: (5, 13), 4.0: (3, 7)}[step_size]
     assert low <= field.ess_step <= high
 
 
 def test_collapse_is_not_seen_by_the_token_kl(sparse):
-    table = levels.mean_field(sparse, np.zeros(sparse.shape), CORRECTIONS["none"], 1.0, 30).table
+    table = levels.mean_field(sparse, np.zeros(sparse.shape), SimConfig(step_size=1.0, steps=30)).table
     collapsed = table.filter(table["ess"] < 0.5).row(0, named=True)
     assert collapsed["token_kl"] < 0.08
 
@@ -99,7 +102,11 @@ def test_collapse_is_not_seen_by_the_token_kl(sparse):
 def test_mean_field_walks_along_the_expected_update(sparse):
     logits = random_logits(np.random.default_rng(1), sparse, 0.3)
     offset = 0.2 * np.random.default_rng(2).normal(size=sparse.shape)
-    field = levels.mean_field(sparse, logits, CORRECTIONS["dlc"], 0.7, 2, "centred", offset)
+    field = levels.mean_field(
+        sparse,
+        logits,
+        SimConfig(CORRECTIONS["dlc"], step_size=0.7, steps=2, advantage="centred", discrepancy=GivenOffset(offset)),
+    )
     once = logits + 0.7 * exact.expected_update(sparse, policies(logits, logits, offset), CORRECTIONS["dlc"])
     now = policies(once, logits, offset)
     assert_allclose(field.logits, once + 0.7 * exact.expected_update(sparse, now, CORRECTIONS["dlc"]), rtol=1e-12)
@@ -113,13 +120,13 @@ def test_mean_field_walks_along_the_expected_update(sparse):
 
 def test_mean_field_syncs_after_the_batch_that_triggers_the_rule(sparse):
     logits = np.zeros(sparse.shape)
-    never = levels.mean_field(sparse, logits, CORRECTIONS["none"], 2.0, 40)
-    table = levels.mean_field(sparse, logits, CORRECTIONS["none"], 2.0, 40, resync=EssBelow()).table
+    never = levels.mean_field(sparse, logits, SimConfig(step_size=2.0, steps=40))
+    table = levels.mean_field(sparse, logits, SimConfig(step_size=2.0, steps=40, resync=EssBelow())).table
     first = table["synced"].to_list().index(True) + 1
     assert first == never.ess_step + 1  # the batch is drawn before the update that it gives
     assert table["since_sync"].to_list()[: first + 2] == [*range(1, first + 1), 1, 2]
     assert table["ess"][first] > 0.9
-    on_policy = levels.mean_field(sparse, logits, CORRECTIONS["none"], 2.0, 40, resync=EveryK(1))
+    on_policy = levels.mean_field(sparse, logits, SimConfig(step_size=2.0, steps=40, resync=EveryK(1)))
     assert math.isinf(on_policy.ess_step)
     assert on_policy.table["synced"].all()
     assert on_policy.table["return"][-1] > never.table["return"][-1]
@@ -127,8 +134,10 @@ def test_mean_field_syncs_after_the_batch_that_triggers_the_rule(sparse):
 
 def test_exact_sequence_weights_follow_the_gradient_however_stale(sparse):
     logits = np.zeros(sparse.shape)
-    stale = levels.mean_field(sparse, logits, CORRECTIONS["seq_is"], 2.0, 10, "centred")
-    fresh = levels.mean_field(sparse, logits, CORRECTIONS["none"], 2.0, 10, "centred", resync=EveryK(1))
+    stale = levels.mean_field(
+        sparse, logits, SimConfig(CORRECTIONS["seq_is"], step_size=2.0, steps=10, advantage="centred")
+    )
+    fresh = levels.mean_field(sparse, logits, SimConfig(step_size=2.0, steps=10, advantage="centred", resync=EveryK(1)))
     assert_allclose(stale.logits, fresh.logits, atol=1e-10)
 
 
@@ -148,7 +157,10 @@ def test_noise_alone_and_drift_alone():
 
 def test_linearised_adds_the_noise_of_every_step_to_the_drift(sparse):
     logits = random_logits(np.random.default_rng(1), sparse, 0.3)
-    silent, noisy = (levels.linearised(sparse, logits, 0.5, noise, 12, "centred")[0] for noise in (0.0, 0.01))
+    silent, noisy = (
+        levels.linearised(sparse, logits, SimConfig(step_size=0.5, steps=12, advantage="centred"), noise)[0]
+        for noise in (0.0, 0.01)
+    )
     assert_allclose(noisy - silent, 0.01 * np.arange(1, 13), rtol=1e-9)
     assert_allclose(silent[0], levels.closed_form(sparse, logits, 0.5, 256, "centred").a)
 
@@ -163,7 +175,7 @@ def test_linearised_is_the_sum_of_powers_of_the_loop(sparse):
         x = x + eta * power
         power = np.einsum("sab,sb->sa", grow, power)
         curve.append(levels.fisher_form(logp, exact.occupancy(sparse, logp), x))
-    told, _ = levels.linearised(sparse, logits, eta, 0.0, 6, "centred")
+    told, _ = levels.linearised(sparse, logits, SimConfig(step_size=eta, steps=6, advantage="centred"), 0.0)
     assert_allclose(told, curve, rtol=1e-5)
     assert abs(told[5] / (36 * told[0]) - 1) > 1e-3  # the loop matters here
 
@@ -179,7 +191,7 @@ def test_noise_term_of_a_number_of_responses_that_fills_no_chunk():
 
 
 def test_fit_of_the_mean_field_curve_predicts_its_collapse(sparse):
-    field = levels.mean_field(sparse, np.zeros(sparse.shape), CORRECTIONS["none"], 0.5, 60)
+    field = levels.mean_field(sparse, np.zeros(sparse.shape), SimConfig(step_size=0.5, steps=60))
     fit = collapse.fit_collapse(field.table["since_sync"].to_numpy(), field.table["var_log_ratio"].to_numpy())
     assert fit.points_used * 2 <= field.ess_step
     assert near(fit.ess_step, field.ess_step, 0.25)
