@@ -13,7 +13,7 @@ import sys
 
 CODE = """
 import sys, torch
-from realmodel.logprobs import _Columns
+from realmodel.policy.logprobs import _Columns
 def mib(name):
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(name)) / 1024
 vocabulary, hidden, rows, chunk_mib, plain = (float(a) for a in sys.argv[1:])
