@@ -41,7 +41,7 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
         task = bar.add_task("starting", total=demos.work(size))
         outcome = demos.run(size, folder, lambda what, done: bar.update(task, description=what, advance=done))
         bar.update(task, description="done", completed=demos.work(size))
-        show(stdout, outcome, json, {"tabular policy": outcome["tabular"], "real model": demos.shown(outcome["runs"])})
+        show(stdout, outcome, json, demos.tables(size, outcome))
         if not json:
             stdout.write(f"figures and explanation: {folder / 'report.html'}\n")
 
@@ -125,7 +125,12 @@ def sweep(
     rows, figure = cells.to_dicts(), plots.phase_maps(cells)
     if figure is not None:
         run_folder.write_text(folder / "phase_map.svg", plots.svg(figure))
-    show(sys.stdout, {"cells": rows, "folder": str(folder)}, json, {f"{len(table)} runs, a row a cell": rows})
+    show(
+        sys.stdout,
+        {"cells": rows, "folder": str(folder)},
+        json,
+        {f"{len(table)} runs, a row a cell": grids.shown(settings, rows)},
+    )
     if not json:
         sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")
 
@@ -146,7 +151,7 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
         run_folder.create_run(folder, configs.resolved(settings))
         run_folder.write_table(folder / "steps.parquet", steps)
         run_folder.finish_run(folder)
-    show(sys.stdout, row, json, {f"{settings.runs} runs": [row]})
+    show(sys.stdout, row, json, {f"{settings.runs} runs": grids.shown(settings, [row])})
 
 
 def train(

@@ -18,6 +18,8 @@ from sandbox.errors import BadInput
 from sandbox.output import report, run_folder
 
 NEEDED_MB = 300  # of disk for a run folder and the cached small model
+PIPE_WIDTH = 120  # columns, where standard output is no terminal
+TEXT = 32  # a cell longer than this is prose and is wrapped
 
 
 def new_folder(out: Path | None, name: str) -> Path:
@@ -75,16 +77,39 @@ def progress_bar() -> Progress:
 
 
 def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """One JSON object, or a table for each title: a dict a row."""
+    """One JSON object, or a table for each title: a dict a row. A table wider than the page is split by columns."""
     if as_json:
         stdout.write(run_folder.to_json(outcome) + "\n")
         return
-    console = Console(file=stdout, width=None if stdout.isatty() else 200, markup=False)
+    console = Console(file=stdout, width=None if stdout.isatty() else PIPE_WIDTH, markup=False)
     for title, rows in tables.items():
-        rows = report.aligned(rows)
-        table = Table(title=title, title_justify="left")
-        for name, value in rows[0].items():
-            table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
-        for row in rows:
-            table.add_row(*map(report.cell, row.values()))
-        console.print(table)
+        console.print(title, style="italic")
+        for part in _parts(report.aligned(rows), console.width):
+            table = Table()
+            for name, value in part[0].items():
+                justify = "left" if isinstance(value, str) else "right"
+                table.add_column(_heading(name), justify=justify, min_width=_cells(part, name))
+            for row in part:
+                table.add_row(*map(report.cell, row.values()))
+            console.print(table)
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cells(rows: Sequence[dict[str, Any]], name: str) -> int:
+    """Characters that a column needs: its longest cell is not wrapped unless it is prose."""
+    return min(max(len(report.cell(row[name])) for row in rows), TEXT)
+
+
+def _parts(rows: Sequence[dict[str, Any]], width: int) -> list[list[dict[str, Any]]]:
+    """The same rows in tables that fit: each has the first column, and as many of the others, in order, as it can."""
+    needed = {name: 3 + max(_cells(rows, name), *map(len, _heading(name).split())) for name in rows[0]}
+    first, *others = rows[0]
+    parts = [[first]]
+    for name in others:
+        if len(parts[-1]) > 1 and 1 + sum(needed[n] for n in parts[-1]) + needed[name] > width:
+            parts.append([first])
+        parts[-1].append(name)
+    return [[{name: row[name] for name in names} for row in rows] for names in parts]

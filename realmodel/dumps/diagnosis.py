@@ -51,7 +51,8 @@ def tables(outcome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     if outcome["findings"]:
         found = [{"finding": f["code"], "severity": f["severity"], "what": f["message"]} for f in outcome["findings"]]
         pages["findings"] = sorted(found, key=lambda f: ("error", "warning", "info").index(f["severity"]))
-    pages["numbers"] = numbers(outcome)
+    why = outcome["collapse_prediction"]["why"]
+    pages["numbers" if why == "fitted" else f"numbers; ess_step is not predicted: {why}"] = numbers(outcome)
     if outcome["corrections"]:
         best = [
             {name: row[name] for name in ("correction", "bias", "noise", "error")} for row in outcome["corrections"][:5]
@@ -68,38 +69,36 @@ def tables(outcome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def numbers(outcome: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a number: what, how much, its unit, of raw or truncated weights, direction, n."""
+    """A row a number: what, how much, its interval, its unit, of what, n. ESS and Pareto k say raw or their cap."""
     rows: list[dict[str, Any]] = []
 
-    def add(what: str, value: Any, unit: str, direction: str, n: int, stage: str = "raw") -> None:
-        rows.append({"number": what, "value": value, "unit": unit, "stage": stage, "direction": direction, "n": n})
+    def add(what: str, value: Any, unit: str, of: str, n: int, within: Any = None) -> None:
+        rows.append({"number": what, "value": value, "90 % interval": within, "unit": unit, "of": of, "n": n})
 
     split, tokens = outcome["n_tokens_split"], outcome["n_tokens"]
     add("discrepancy, mean d²", outcome["discrepancy"], "nats² a token", "log μ - log q", split)
     add("lag, mean g²", outcome["lag"], "nats² a token", "log π - log μ", split)
-    add("cross term, 2 mean d g", outcome["cross_term"], "nats² a token", "", split)
+    add("cross term, 2 mean d g", outcome["cross_term"], "nats² a token", "d, g", split)
     add("total, mean t²", outcome["total"], "nats² a token", "log π - log q", tokens)
-    add("lag share", outcome["lag_share"], f"of d² + g², by {outcome['identified_by']}", "", split)
+    add("lag share", outcome["lag_share"], "of d² + g²", f"by {outcome['identified_by']}", split)
     for name, value in outcome["kl_sampler_train"].items():
         add(f"KL, {name}", value, "nats a token", "KL(q || π)", tokens)
     for unit in ("sequence", "token"):
         size = outcome["ess"][unit]
-        low, high = size["interval"]
-        shown = f"{report.cell(size['raw'])} [{report.cell(low)}, {report.cell(high)}]"
-        add(f"ESS, {unit} [90 %]", shown, "of n", "π / q", size["n"])
-        add(f"ESS, {unit}", size["truncated"], "of n", "π / q", size["n"], f"truncated at {size['cap']:g}")
-        add(f"Pareto k, {unit}", size["pareto_k"], f"limit {size['pareto_k_limit']:.2f}", "π / q", size["n"])
+        add(f"ESS, {unit}, raw", size["raw"], "of n", "π / q", size["n"], size["interval"])
+        add(f"ESS, {unit}, cap {size['cap']:g}", size["truncated"], "of n", "π / q", size["n"])
+        add(f"Pareto k, {unit}, raw", size["pareto_k"], f"limit {size['pareto_k_limit']:.2f}", "π / q", size["n"])
     stale, predicted = outcome["staleness"], outcome["collapse_prediction"]
-    add("lag, mean", stale["mean"], f"versions; {stale['coverage']:.0%} of tokens say", "drawn to consumed", tokens)
-    ratio, points = predicted["of"], sum(row["n"] for row in predicted["curve"])
-    when = predicted["why"] if math.isnan(predicted["ess_step"]) else predicted["ess_step"]
-    add("ess_step, predicted", when, "updates since the sync", ratio, points)
+    add("lag, mean", stale["mean"], "versions", "drawn to consumed", tokens)
+    add("lag known", stale["coverage"], "of tokens", "drawn to consumed", tokens)
+    ratio, points = predicted["of"].partition(" ")[0], sum(row["n"] for row in predicted["curve"])
+    unknown = math.isnan(predicted["ess_step"])
+    when, between = ("not predicted", None) if unknown else (predicted["ess_step"], predicted["interval"])
+    add("ess_step, predicted", when, "updates since the sync", ratio, points, between)
     if math.isfinite(predicted["observed_ess_step"]):
-        add(
-            "lag whose ESS is below 1/2, first", predicted["observed_ess_step"], "updates since the sync", ratio, points
-        )
+        add("first lag, ESS below 1/2", predicted["observed_ess_step"], "updates since the sync", ratio, points)
     if math.isfinite(predicted["sync_period"]):
-        add("sync period", predicted["sync_period"], "updates, to hold ESS above 1/2", ratio, points)
+        add("sync period for ESS > 1/2", predicted["sync_period"], "updates", ratio, points)
     return rows
 
 

@@ -10,7 +10,7 @@ from realmodel.studies import claims, compare, grid, validation
 from sandbox.errors import BadInput
 from sandbox.experiments import claims as tabular
 from sandbox.output import config as configs
-from sandbox.output import run_folder
+from sandbox.output import report, run_folder
 
 Told = tuple[dict[str, Any], dict[str, Sequence[dict[str, Any]]]]  # of --json, and tables for people
 
@@ -26,8 +26,13 @@ def compare_grid(source: Path, folder: Path, resume: bool, bar: Progress) -> Tol
     grid.save(table, grid.curves(asked, folder), folder)
     run_folder.finish_run(folder)
     outcome = grid.outcome(table) | {"folder": str(folder)}
-    shown = ("run", "quadratic", "curved", "twin", "path", "constant", "observed", "failure_step", "final_pass_rate")
-    runs = [{name: row[name] for name in shown} for row in table.to_dicts()]
+    steps = (*grid.WAYS, "observed", "failure_step")
+    runs = [
+        {"run": row["run"]}
+        | {name: report.update_or_none(row[name], row["updates"]) for name in steps}
+        | {"final_pass_rate": row["final_pass_rate"]}
+        for row in table.to_dicts()
+    ]
     return outcome, {"ess_step, updates since the sync": runs, "how well each way predicts": grid.scores(table)}
 
 
@@ -53,4 +58,11 @@ def compare_runs(runs: Sequence[Path], on_policy: Sequence[Path], threshold: flo
         )
     against = [compare.pass_rates(compare.read_steps(run)) for run in on_policy]
     rows = [{"run": run.name} | compare.summary(compare.read_steps(run), against, threshold) for run in runs]
-    return {"runs": rows}, {"ess_step, updates since the sync": rows}
+    return {"runs": rows}, {
+        "ess_step, updates since the sync": [
+            {"run": row["run"]}
+            | compare.shown(row)
+            | {"final_pass_rate": row["final_pass_rate"], "syncs": row["syncs"]}
+            for row in rows
+        ]
+    }

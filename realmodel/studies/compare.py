@@ -21,6 +21,7 @@ from realmodel.policy.logprobs import log_probs, pieces
 from realmodel.training.settings import Learner
 from sandbox.errors import BadInput
 from sandbox.experiments import predict as predictions
+from sandbox.output import report
 from sandbox.theory import collapse
 from sandbox.theory.collapse import failure_step, shortfall
 
@@ -162,6 +163,24 @@ def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: flo
         "final_shortfall_se": float(error[-1]),
         "syncs": int(steps["synced"].sum()),
         "longest_below_threshold": longest_run(steps["probe_ess"].to_numpy() < threshold),
+    }
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `summary` as people read it."""
+    step, updates, watched = report.update_or_none, row["updates"], row["watched_updates"]
+    unknown = row["prediction"] == "not_identifiable"
+    return {
+        "predicted ess_step": "not identifiable" if unknown else step(row["predicted_ess_step"], updates),
+        "updates fitted": row["points_fitted"],
+        "observed ess_step": step(row["observed_ess_step"], watched),
+        "observed, earliest (95 %)": step(row["observed_interval"][0], watched),
+        "observed, latest (95 %)": step(row["observed_interval"][1], watched),
+        "failure_step": step(row["failure_step"], updates),
+        "token KL at ess_step (k3, nats)": row["token_kl_at_ess_step"],
+        "below on-policy": row["final_shortfall"],
+        "standard error": row["final_shortfall_se"],
+        "updates in a row with ESS below 1/2": row["longest_below_threshold"],
     }
 
 

@@ -106,36 +106,30 @@ def table_of(runs: dict[tuple[str, int], pl.DataFrame], kl: dict[tuple[str, int]
     return rows
 
 
-def shown(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The real runs' rows as people read them: what belongs together in one cell."""
+def tables(demo: Demo, outcome: dict[str, Any]) -> dict[str, tuple[dict[str, Any], ...]]:
+    """The two tables as people read them, by title; of what `run` returns."""
+    steps = ("closed_form_ess_step", "mean_field_ess_step", "simulated_ess_step")
+    steps += ("simulated_earliest", "simulated_latest")
+    tree = [
+        row | {k: report.update_or_none(row[k], demo.tabular_steps) for k in steps if k in row}
+        for row in outcome["tabular"]
+    ]
+    return {"tabular policy": report.aligned(tree), "real model": _real_table(outcome["runs"])}
 
-    def step(value: float, watched: int) -> str:
-        return f"not in {watched}" if math.isinf(value) else report.cell(value)
 
+def _real_table(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """A row a run; the stale runs' columns give the order."""
     table = []
     for row in rows:
         short = {"run": row["run"], "seed": row["seed"]}
         if "observed_ess_step" in row:
-            watched, updates = row["watched_updates"], row["updates"]
-            low, high = (report.cell(value) for value in row["observed_interval"])
-            identifiable = row["prediction"] != "not_identifiable"
-            short |= {
-                "predicted ess_step": step(row["predicted_ess_step"], updates) if identifiable else "not identifiable",
-                "updates fitted": row["points_fitted"],
-                "observed ess_step": f"{step(row['observed_ess_step'], watched)} [{low}, {high}]",
-                "failure_step": step(row["failure_step"], updates),
-                "token KL at ess_step (k3, nats)": row["token_kl_at_ess_step"],
-            }
-        short["final pass rate"] = f"{row['final_pass_rate']:.3f}"
-        if "final_shortfall" in row:
-            short["below on-policy"] = f"{row['final_shortfall']:.3f} \u00b1 {row['final_shortfall_se']:.3f}"
-        short |= {"KL from on-policy (units)": row["kl_from_on_policy"], "syncs": row["syncs"]}
-        short["RMS of d (nats)"] = row["rms_discrepancy"]
-        if "longest_below_threshold" in row:
-            short["updates in a row with ESS below 1/2"] = row["longest_below_threshold"]
-        table.append(short)
-    columns = dict.fromkeys(name for row in sorted(table, key=len, reverse=True) for name in row)
-    return tuple({name: row.get(name) for name in columns} for row in table)
+            short |= compare.shown(row)
+        short |= {"final pass rate": row["final_pass_rate"], "syncs": row["syncs"]}
+        table.append(
+            short | {"KL from on-policy (units)": row["kl_from_on_policy"], "RMS of d": row["rms_discrepancy"]}
+        )
+    names = max(table, key=len)
+    return tuple({name: row.get(name) for name in names} for row in table)
 
 
 def tabular_part(demo: Demo) -> tuple[list[dict], dict[str, pl.DataFrame]]:
@@ -163,7 +157,8 @@ def tabular_part(demo: Demo) -> tuple[list[dict], dict[str, pl.DataFrame]]:
                 "closed_form_ess_step": closed if name == "none" else math.nan,
                 "mean_field_ess_step": field.ess_step,
                 "simulated_ess_step": observed.median(),
-                "simulated_range": f"{observed.min():.0f} to {observed.max():.0f}",
+                "simulated_earliest": observed.min(),
+                "simulated_latest": observed.max(),
             }
         rows.append(row)
     return rows, curves
@@ -257,11 +252,12 @@ A tree of 4^6 sequences, reward 1 for a random best tenth, step size 1, 256 resp
 alone and speaks of the uncorrected run. Here DLC syncs when the ESS of a batch itself is below 1/2.
 """
 OBSERVED = """
-Pass rates are exact: the probability of the one right answer, averaged over 512 held-out problems. "Below on-policy" is
-with one standard error (held-out problems, and the seed's noise pooled over the on-policy runs: with two of them a
-rough figure). The brackets of an observed ess_step are where the ESS's pointwise 95 % limits cross 1/2; a sync ends the
-watch. The KL from on-policy is that of 1,024 whole responses of the on-policy run of seed 0, in units of the KL between
-it and the on-policy run of the same seed as the row. A dash: not applicable.
+Pass rates are exact: the probability of the one right answer, averaged over 512 held-out problems. "Below on-policy"
+has its standard error in the next column. It counts the held-out problems and the noise of seeds, pooled over the
+on-policy runs; with two of them it is a rough figure. "Earliest" and "latest" are where the pointwise 95 % limits of
+the ESS cross 1/2; a sync ends the watch. The KL from on-policy is that of 1,024 whole responses of the on-policy run of
+seed 0. Its unit is the KL between that run and the on-policy run of the same seed as the row. RMS of d is in nats. A
+dash: not applicable.
 """
 FAST_NOTE = """
 This is the fast demo: twice the learning rate of the full one, so that an ESS collapses within {steps} updates. At that
@@ -273,7 +269,7 @@ def sections(demo: Demo, outcome: dict[str, Any], figure: Figure, recipe: dict[s
     """The page's text, tables and figure."""
     values = demo.__dict__ | recipe
     note = (FAST_NOTE.format(**values),) if demo.learning_rate == FAST.learning_rate else ()
-    tree, runs = report.aligned(outcome["tabular"]), shown(outcome["runs"])
+    tree, runs = tables(demo, outcome).values()
     return [
         report.Section("What was run", (QUESTION, MODEL.format(**values), *note)),
         report.Section("One figure", (FIGURE,), figure=plots.svg(figure)),

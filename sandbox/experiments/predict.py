@@ -16,7 +16,7 @@ import polars as pl
 
 from sandbox.corrections import CORRECTIONS, Correction, EveryK
 from sandbox.errors import BadInput, positive
-from sandbox.output import problem_json
+from sandbox.output import problem_json, report
 from sandbox.tabular import exact, simulate
 from sandbox.tabular.policy import GivenOffset
 from sandbox.tabular.problems import Case, Problem
@@ -196,14 +196,21 @@ def measured(since_sync: pl.DataFrame, threshold: float, horizon: int) -> dict[s
 
 def tables(outcome: dict[str, Any]) -> dict[str, Sequence[dict[str, Any]]]:
     """What `mismatch predict` prints for people, of `tabular` or `measured`."""
+    horizon = outcome["curve"][-1]["k"]
+
+    def step(value: float) -> Any:
+        return report.update_or_none(value, horizon)
+
     if "observed_ess_step" in outcome:
-        shown = ("predicted_ess_step", "interval", "status", "points_used", "observed_ess_step", "failure_step")
-        row = {name: outcome[name] for name in shown} | {"with_gamma": outcome["curved"]["predicted_ess_step"]}
+        low, high = outcome["interval"]
+        row = {"predicted ess_step": step(outcome["predicted_ess_step"]), "earliest": step(low), "latest": step(high)}
+        row |= {"with curvature": step(outcome["curved"]["predicted_ess_step"]), "status": outcome["status"]}
+        row |= {"updates fitted": outcome["points_used"], "observed ess_step": step(outcome["observed_ess_step"])}
+        row |= {"failure_step": step(outcome["failure_step"])}
         return {"collapse of this run, updates since the sync": [row]}
-    rows = [
-        {"level": level, "ess_step": outcome["ess_step"][level]} for level in LEVELS if level in outcome["ess_step"]
-    ]
+    found = outcome["ess_step"]
+    rows = [{"level": level, "ess_step": step(found[level])} for level in LEVELS if level in found]
     failure = outcome.get("failure_step", {"simulated": math.nan})["simulated"]
-    summary = {"prediction": outcome["prediction"], "status": outcome["status"], "failure_step": failure}
-    which = "ess_step, updates since the sync; closed_form: uncorrected and without discrepancy, whatever was asked"
+    summary = {"prediction": step(outcome["prediction"]), "status": outcome["status"], "failure_step": step(failure)}
+    which = "ess_step, updates since the sync (closed_form: always uncorrected and without discrepancy)"
     return {which: rows, "prediction": [summary]}

@@ -25,7 +25,7 @@ import polars as pl
 from sandbox.corrections import CORRECTIONS, RESYNCS, Correction, EveryK, Resync, presets
 from sandbox.errors import BadInput
 from sandbox.experiments import cluster, predict
-from sandbox.output import config, problem_json, run_folder
+from sandbox.output import config, problem_json, report, run_folder
 from sandbox.tabular import exact, simulate
 from sandbox.tabular.policy import ConstantOffset
 from sandbox.tabular.problems import Case
@@ -322,6 +322,12 @@ def summary(table: pl.DataFrame) -> pl.DataFrame:
     middle = [pl.col(name).sort().get(pl.len() // 2) for name in ("ess_step", "failure_step")]
     means = [pl.col(name).mean() for name in ("return", "return_sampler", "syncs", "kl")]
     return table.group_by("cell", *names, maintain_order=True).agg(pl.len().alias("runs"), *middle, *means).drop("cell")
+
+
+def shown(sweep: SweepConfig, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `summary` as people read them."""
+    steps = ("ess_step", "failure_step")
+    return [row | {name: report.update_or_none(row[name], sweep.steps) for name in steps} for row in rows]
 
 
 def _name(rule: Any, known: Mapping[str, Any]) -> str:

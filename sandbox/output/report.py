@@ -62,12 +62,17 @@ def cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, list | tuple):
-        return ", ".join(map(cell, value))
+        return (" to " if len(value) == 2 else ", ").join(map(cell, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return "∞" if math.isinf(value) else (f"{value:.0f}" if value.is_integer() else f"{value:.3g}")
     return str(value)
+
+
+def update_or_none(step: float, horizon: int) -> Any:
+    """A step of training in a table for people: its number, or that none came within `horizon` updates."""
+    return f"none within {horizon} updates" if math.isinf(step) else step
 
 
 def aligned(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

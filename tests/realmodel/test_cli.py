@@ -1,10 +1,12 @@
 """What a user sees who types something wrong: one line on standard error, exit status 2, nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,12 @@ import pytest
 MISMATCH = Path(sys.executable).with_name("mismatch")
 
 
-def mismatch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([MISMATCH, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("mismatch: ")]
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr
+def refused(status: int, stdout: str, stderr: str) -> str:
+    assert status == 2
+    assert stdout == ""
+    lines = [line for line in stderr.splitlines() if line.startswith("mismatch: ")]
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr
     return lines[0]
 
 
@@ -41,26 +39,26 @@ def refused(done: subprocess.CompletedProcess) -> str:
         ("learning_rate = -1e-4", "learning_rate is -0.0001, expected"),
     ],
 )
-def test_bad_configs(tmp_path: Path, text: str, message: str):
+def test_bad_configs(mismatch, tmp_path: Path, text: str, message: str):
     (tmp_path / "run.toml").write_text(text)
     (tmp_path / "broken").mkdir()
-    assert message in refused(mismatch("train", "run.toml", "--out", "out", "--json", cwd=tmp_path))
+    assert message in refused(*mismatch("train", "run.toml", "--out", "out", "--json"))
     assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_run_folder_is_not_touched(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "steps.parquet").write_text("precious")
-    message = refused(mismatch("demo", "--fast", "--out", "out", cwd=tmp_path))
-    assert "run folder out is not empty" in message
+    command = [MISMATCH, "demo", "--fast", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "run folder out is not empty" in refused(done.returncode, done.stdout, done.stderr)
     assert (tmp_path / "out" / "steps.parquet").read_text() == "precious"
 
 
-def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_refused_at_once(mismatch, tmp_path: Path):
     (tmp_path / "file").write_text("x")
-    message = refused(mismatch("demo", "--out", "file/out", cwd=tmp_path))
-    assert "run folder file/out cannot be made" in message
-    assert "cannot be made: File name too long" in refused(mismatch("demo", "--out", "a" * 300, cwd=tmp_path))
+    assert "run folder file/out cannot be made" in refused(*mismatch("demo", "--out", "file/out"))
+    assert "cannot be made: File name too long" in refused(*mismatch("demo", "--out", "a" * 300))
 
 
 def test_output_that_goes_nowhere(tmp_path: Path):
@@ -71,15 +69,10 @@ def test_output_that_goes_nowhere(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
-def test_no_space(tmp_path: Path):
-    """A file system of 1 MiB, where the machine lets us mount one; the same words through a full disk otherwise."""
-    code = (
-        "import shutil, sys; from collections import namedtuple; from realmodel import cli;"
-        "shutil.disk_usage = lambda p: namedtuple('Usage', 'total used free')(1, 1, 10**6);"
-        "sys.argv = ['mismatch', 'demo', '--out', 'out']; sys.exit(cli.main())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "run folder out: 1 MB free, 300 MB needed" in refused(done)
+def test_no_space(mismatch, monkeypatch):
+    usage = namedtuple("usage", "total used free")(1, 1, 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "run folder out: 1 MB free, 300 MB needed" in refused(*mismatch("demo", "--out", "out"))
 
 
 def test_a_killed_run_says_so_and_leaves_whole_files(tmp_path: Path):

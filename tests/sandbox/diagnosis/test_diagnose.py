@@ -65,7 +65,8 @@ def test_the_page_says_unit_stage_direction_and_n(lagging: Path, monkeypatch, ca
     outcome, _ = diagnosis.run((lagging,), None, (), None, False)
     for line in diagnosis.numbers(outcome):
         assert line["unit"]
-        assert line["stage"] in ("raw", "truncated at 2")
+        assert line["of"]
+        assert line["number"].endswith((", raw", ", cap 2")) == line["number"].startswith(("ESS", "Pareto"))
         assert isinstance(line["n"], int)
     html = (tmp_path / "told" / "report.html").read_text()
     assert html.count("<figure>") == 5

@@ -26,8 +26,9 @@ def test_page_is_self_contained_and_escaped():
 
 
 def test_cells():
-    assert [report.cell(x) for x in (None, math.nan, True, 3.0, 1234567.0, 0.00012345, [4.0, math.inf], "a")] == [
-        "-", "-", "yes", "3", "1234567", "0.000123", "4, ∞", "a",
+    values = (None, math.nan, True, 3.0, 1234567.0, 0.00012345, [4.0, math.inf], [1, 2, 3], "a")
+    assert [report.cell(x) for x in values] == [
+        "-", "-", "yes", "3", "1234567", "0.000123", "4 to ∞", "1, 2, 3", "a",
     ]  # fmt: skip
 
 

@@ -1,0 +1,45 @@
+"""Tables for people: nothing is wider than the page, nothing is cut off, and no number is wrapped."""
+
+import io
+import json
+import math
+import re
+
+from realmodel import terminal
+from sandbox.output import report
+
+
+def printed(rows, as_json=False):
+    stream = io.StringIO()
+    terminal.show(stream, {"rows": rows}, as_json, {"a title that says what the table holds": rows})
+    return stream.getvalue()
+
+
+def test_a_wide_table_is_split_and_every_part_has_the_first_column():
+    rows = [{"run": f"run-{i}", **{f"measured number {k}": 1000.5 + i + 7 * k for k in range(30)}} for i in (1, 2)]
+    lines = printed(rows).splitlines()
+    assert max(map(len, lines)) <= terminal.PIPE_WIDTH
+    told = [line for line in lines if "run-2" in line]
+    assert len(told) > 1
+    found = [float(x) for line in told for x in re.findall(r"[\d.]+e?[+\d]*", line.split("run-2")[1])]
+    assert found == [float(report.cell(value)) for value in list(rows[1].values())[1:]]
+
+
+def test_long_text_is_wrapped_and_a_narrow_table_stays_whole():
+    rows = [{"claim": "C1", "n": 64, "reason": "the ratio is what it is " * 20}]
+    text = printed(rows)
+    assert max(map(len, text.splitlines())) <= terminal.PIPE_WIDTH
+    assert text.count("C1") == 1
+    assert re.sub(r"[^a-z]", "", text.split("reason")[1]).count("theratioiswhatitis") == 20
+
+
+def test_json_is_one_object_with_all_columns():
+    rows = [{f"x{k}": k for k in range(50)}]
+    assert json.loads(printed(rows, as_json=True)) == {"rows": rows}
+
+
+def test_a_step_that_never_came_is_said_in_words():
+    assert report.update_or_none(math.inf, 50) == "none within 50 updates"
+    assert report.update_or_none(7.0, 50) == 7.0
+    assert report.cell(report.update_or_none(math.nan, 50)) == "-"
+    assert report.cell((0.25, 3.0)) == "0.25 to 3"
