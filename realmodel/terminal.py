@@ -88,14 +88,10 @@ def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequenc
             table = Table()
             for name, value in part[0].items():
                 justify = "left" if isinstance(value, str) else "right"
-                table.add_column(_heading(name), justify=justify, min_width=_cells(part, name))
+                table.add_column(report.heading(name), justify=justify, min_width=_cells(part, name))
             for row in part:
                 table.add_row(*map(report.cell, row.values()))
             console.print(table)
-
-
-def _heading(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _cells(rows: Sequence[dict[str, Any]], name: str) -> int:
@@ -105,7 +101,7 @@ def _cells(rows: Sequence[dict[str, Any]], name: str) -> int:
 
 def _parts(rows: Sequence[dict[str, Any]], width: int) -> list[list[dict[str, Any]]]:
     """The same rows in tables that fit: each has the first column, and as many of the others, in order, as it can."""
-    needed = {name: 3 + max(_cells(rows, name), *map(len, _heading(name).split())) for name in rows[0]}
+    needed = {name: 3 + max(_cells(rows, name), *map(len, report.heading(name).split())) for name in rows[0]}
     first, *others = rows[0]
     parts = [[first]]
     for name in others:

@@ -27,7 +27,7 @@ TEMPLATE = """<!doctype html>
 {% for paragraph in section.prose %}<p>{{ paragraph }}</p>
 {% endfor %}
 {% if section.rows %}<div class="wide"><table><thead><tr>
-{% for name in section.rows[0] %}<th>{{ name | replace('_', ' ') }}</th>{% endfor %}
+{% for name in section.rows[0] %}<th>{{ name | heading }}</th>{% endfor %}
 </tr></thead><tbody>
 {% for row in section.rows %}<tr>{% for value in row.values() %}
 {% set prose = value is string and value | length > 40 %}
@@ -53,8 +53,13 @@ class Section:
 def render(title: str, sections: list[Section], provenance: dict[str, Any]) -> str:
     """The page. Text is escaped; figures, which are ours, are not."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["cell"] = cell
+    environment.filters |= {"cell": cell, "heading": heading}
     return environment.from_string(TEMPLATE).render(title=title, sections=sections, provenance=provenance)
+
+
+def heading(name: str) -> str:
+    """A column's name for people; the two steps keep the names that everything else gives them."""
+    return name if name in ("ess_step", "failure_step") else name.replace("_", " ").replace("ess step", "ess_step")
 
 
 def cell(value: Any) -> str:
