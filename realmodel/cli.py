@@ -76,11 +76,10 @@ def predict(
 
         from sandbox.output import plots
 
-        folder = run_folder.create_run(new_folder(out, "predict"), asked)
-        run_folder.write_json(folder / "predict.json", outcome)
-        run_folder.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
-        run_folder.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
-        run_folder.finish_run(folder)
+        with run_folder.recorded(folder := new_folder(out, "predict"), asked):
+            run_folder.write_json(folder / "predict.json", outcome)
+            run_folder.write_table(folder / "curve.parquet", pl.DataFrame(outcome["curve"]))
+            run_folder.write_text(folder / "predict.svg", plots.prediction(outcome["curve"], outcome["threshold"]))
     show(sys.stdout, outcome, json, predictions.tables(outcome))
 
 
@@ -148,9 +147,8 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     folder = None if out is None else new_folder(out, config.stem)
     steps, row = grids.one(settings)
     if folder is not None:
-        run_folder.create_run(folder, configs.resolved(settings))
-        run_folder.write_table(folder / "steps.parquet", steps)
-        run_folder.finish_run(folder)
+        with run_folder.recorded(folder, configs.resolved(settings)):
+            run_folder.write_table(folder / "steps.parquet", steps)
     show(sys.stdout, row, json, {f"{settings.runs} runs": grids.shown(settings, [row])})
 
 
@@ -221,10 +219,9 @@ def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept 
     folder = None if out is None else new_folder(out, "exact")
     outcome = exact_report.summary(case, matrices)
     if folder is not None:
-        run_folder.create_run(folder, {"problem": problem, "matrices": matrices})
-        problem_json.save(folder / "problem.json", case)
-        run_folder.write_json(folder / "exact.json", outcome)
-        run_folder.finish_run(folder)
+        with run_folder.recorded(folder, {"problem": problem, "matrices": matrices}):
+            problem_json.save(folder / "problem.json", case)
+            run_folder.write_json(folder / "exact.json", outcome)
     show(sys.stdout, outcome, json, exact_report.tables(outcome))
 
 
@@ -255,10 +252,10 @@ def claims(
     if real:
         folder = resumed(resume, out, "claims-real")
         with quiet_stdout() as stdout, progress_bar() as bar:
-            from realmodel.studies import commands
+            from realmodel.studies import claims as observed
 
             quiet_libraries()
-            rows = commands.real_claims(config, folder, resume, bar)
+            rows = observed.run(config, folder, resume, bar)
             show(stdout, tested.outcome(rows), json, {f"claims on the real model: {folder}": tested.shown(rows)})
         return
 
@@ -272,9 +269,8 @@ def claims(
             rows += tested.run([claim], fast, seed)
             bar.advance(task)
     if folder is not None:
-        run_folder.create_run(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed})
-        tested.save(folder, rows)
-        run_folder.finish_run(folder)
+        with run_folder.recorded(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed}):
+            tested.save(folder, rows)
     title = f"claims, {sum(row.seconds for row in rows):.0f} s"
     show(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
 
@@ -295,16 +291,17 @@ def compare(
         threshold: sequence ESS of a collapse in run folders; a TOML file states its own.
         resume: go on with the grid in --out.
     """
-    from realmodel.studies import commands
-
     with quiet_stdout() as stdout, progress_bar() as bar:
+        from realmodel.studies import compare as comparisons
+        from realmodel.studies import grid
+
         quiet_libraries()
         if not source:
             raise BadInput("source is missing: a grid's TOML file, or run folders")
         if source[0].is_dir():
-            outcome, tables = commands.compare_runs(source, on_policy, threshold)
+            outcome, tables = comparisons.runs(source, on_policy, threshold)
         else:
-            outcome, tables = commands.compare_grid(source[0], resumed(resume, out, source[0].stem), resume, bar)
+            outcome, tables = grid.run(source[0], resumed(resume, out, source[0].stem), resume, bar)
         show(stdout, outcome, json, tables)
 
 
@@ -340,17 +337,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        commands = {
-            "claims": claims,
-            "compare": compare,
-            "demo": demo,
-            "diagnose": diagnose,
-            "exact": exact,
-            "predict": predict,
-            "simulate": simulate,
-            "sweep": sweep,
-            "train": train,
-        }
+        functions = (claims, compare, demo, diagnose, exact, predict, simulate, sweep, train)
+        commands = {function.__name__: function for function in functions}
         tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)

@@ -32,6 +32,8 @@ FORMATS = ("canonical", "nemo-rl", "prime-rl", "slime", "miles")
 
 
 class NemoRow(msgspec.Struct):
+    """A response as NeMo-RL logs it."""
+
     generation_logprobs: Nested = None
     prev_logprobs: Nested = None
     token_loss_mask: Nested = None
@@ -44,6 +46,8 @@ class NemoRow(msgspec.Struct):
 
 
 class PrimeRow(msgspec.Struct):
+    """A response as prime-rl logs it."""
+
     inference_logprobs: Numbers = None
     trainer_logprobs: Numbers = None
     loss_mask: list[bool | float | None] | None = None

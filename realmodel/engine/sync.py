@@ -56,7 +56,7 @@ def push(llm: Any, model: nn.Module, weights: dict[str, Tensor] | None = None) -
 
     Args:
         llm, model: the engine and the trainer.
-        weights: a snapshot to push instead of the model's own.
+        weights: a snapshot (state dict) to push instead of the model's own.
 
     Raises:
         SyncError: where the prefix cache could not be emptied (a request is still running).

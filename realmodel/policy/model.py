@@ -152,7 +152,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Clones of the full state, tied `lm_head.weight` included, detached.
+    """Clones of the full state, tied `lm_head.weight` included, detached: a state dict.
 
     Tied names share one clone: functional_call refuses two tensors for one tied weight.
     """

@@ -6,30 +6,33 @@ Intervals are Student's t over seeds. What needs a GPU, a mixture of experts or 
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+from rich.progress import Progress
 from scipy import stats
 
-from realmodel.studies import compare
+from realmodel.studies import compare, validation
 from realmodel.studies.validation import KL_ALARM, Evidence
 from sandbox.corrections import ratios
-from sandbox.experiments.claims import Row, row_of
+from sandbox.experiments.claims import Row, row_of, save
 from sandbox.experiments.verdicts import EXACT, Claim, Outcome, judge
+from sandbox.output import config, run_folder
 
 LOST = 0.02  # of pass rate below on-policy: more is a failure, less is stable
 
 
 def interval(x: np.ndarray) -> tuple[float, float]:
-    """95 % Student interval of the mean over seeds."""
+    """95 % Student interval of the mean over seeds. (n,)"""
     if not np.isfinite(x).all() or len(x) < 2:
         return EXACT
     half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
     return float(x.mean() - half), float(x.mean() + half)
 
 
-def splits(seen: Evidence) -> Outcome:
+def _splits(seen: Evidence) -> Outcome:
     off, moved = [], []
     for steps in seen.steps["stale-none"]:
         rows = steps.drop_nulls("total")
@@ -42,7 +45,7 @@ def splits(seen: Evidence) -> Outcome:
     return Outcome(max(off), judge(good), reason, len(off), measured={"rms_lag_one_update_later": moved})
 
 
-def constant(seen: Evidence) -> Outcome:
+def _constant(seen: Evidence) -> Outcome:
     ratio, grown = [], []
     for steps in seen.steps["on-policy"]:
         d = np.sqrt(steps["discrepancy"].drop_nulls().to_numpy())
@@ -55,7 +58,7 @@ def constant(seen: Evidence) -> Outcome:
     return Outcome(float(np.mean(ratio)), judge(good), reason, len(ratio), interval(np.array(ratio)))
 
 
-def loop(seen: Evidence) -> Outcome:
+def _loop(seen: Evidence) -> Outcome:
     at = min(20, min(len(s) for s in seen.steps["stale-tis"]) - 1)
     var = {kind: [s["probe_var_log_ratio"][at] for s in seen.steps[kind]] for kind in ("stale-none", "stale-tis")}
     ratio = np.array(var["stale-none"]) / np.array(var["stale-tis"])
@@ -63,7 +66,7 @@ def loop(seen: Evidence) -> Outcome:
     return Outcome(float(ratio.mean()), judge(bool((ratio > 1.5).all())), reason, len(ratio), interval(ratio))
 
 
-def weighting(seen: Evidence) -> Outcome:
+def _weighting(seen: Evidence) -> Outcome:
     ess, failure = seen.ess_steps("fast-tis"), seen.failures("fast-tis", "fast-on-policy")
     both = np.isfinite(ess) & np.isfinite(failure)
     ratio = failure[both] / ess[both]
@@ -78,7 +81,7 @@ def weighting(seen: Evidence) -> Outcome:
     return Outcome(float(ratio.mean()), judge(good), reason, len(ess), interval(ratio))
 
 
-def near(seen: Evidence) -> Outcome:
+def _near(seen: Evidence) -> Outcome:
     unit = float(np.mean(seen.unit))
     units = np.array(seen.kl["dlc"]) / unit
     others = {kind: [x / unit for x in seen.kl[kind]] for kind in ("stale-none", "stale-tis")}
@@ -89,7 +92,7 @@ def near(seen: Evidence) -> Outcome:
     return Outcome(float(units.mean()), judge(bool((units <= 2).all())), reason, len(units), interval(units))
 
 
-def missed(seen: Evidence) -> Outcome:
+def _missed(seen: Evidence) -> Outcome:
     longest = {
         kind: [compare.longest_run(s["probe_ess"].to_numpy() < 0.5) for s in seen.steps[kind]]
         for kind in ("fast-tis-ess", "fast-tis-kl", "fast-tis")
@@ -105,7 +108,7 @@ def missed(seen: Evidence) -> Outcome:
     return Outcome(float(max(rule)), judge(good), reason, len(rule))
 
 
-def calibrated(seen: Evidence, model: str = "stale") -> Outcome:
+def _calibrated(seen: Evidence, model: str = "stale") -> Outcome:
     if f"{model}-cis" not in seen.steps:
         return Outcome(math.nan, "not tested", f"the study has no runs of the kind {model}-cis", 0)
     second = []
@@ -127,7 +130,7 @@ def calibrated(seen: Evidence, model: str = "stale") -> Outcome:
     return Outcome(float(gap.mean()), judge(good), reason, len(gap), (low, high), {"second_moment": second})
 
 
-def numerics(seen: Evidence) -> Outcome:
+def _numerics(seen: Evidence) -> Outcome:
     on, exact = (np.array([r[-1].mean() for r in seen.rates(kind)]) for kind in ("on-policy", "exact"))
     lost = exact - on
     low, high = interval(lost)
@@ -139,7 +142,7 @@ def numerics(seen: Evidence) -> Outcome:
     return Outcome(float(lost.mean()), judge(low > LOST), reason, len(lost), (low, high))
 
 
-def bitwise(seen: Evidence) -> Outcome:
+def _bitwise(seen: Evidence) -> Outcome:
     columns = ("kl_sampler_train_k1", "kl_sampler_train_k2", "kl_sampler_train_k3", "discrepancy", "total")
     worst = max(float(s[c].drop_nulls().abs().max()) for s in seen.steps["exact"] for c in columns)  # type: ignore
     n = sum(len(s) - 1 for s in seen.steps["exact"])
@@ -147,7 +150,7 @@ def bitwise(seen: Evidence) -> Outcome:
     return Outcome(worst, judge(worst == 0), reason, n)
 
 
-def sources(seen: Evidence) -> Outcome:
+def _sources(seen: Evidence) -> Outcome:
     verdicts, table = {}, {}
     for kind in ("stale-none", "stale-tis", "off-none", "off-tis", "off-dlc"):
         lost = seen.lost(kind)
@@ -171,7 +174,7 @@ CLAIMS = (
         "not reproduce mu.",
         "mean squares add up to 1e-4 relative, and one update after a sync the trainer is > 1e-3 nats a token away",
         1e-4,
-        splits,
+        _splits,
     ),
     Claim(
         "C2",
@@ -179,28 +182,28 @@ CLAIMS = (
         "RMS of d over the last ten on-policy updates within [1/2, 2] of the first ten; RMS of g more than doubles "
         "between the fifth and the last update without a sync, at every seed",
         2.0,
-        constant,
+        _constant,
     ),
     Claim(
         "C4",
         "Lag alone closes a loop: the uncorrected lag exceeds the corrected one from the same start.",
         "Var of the sequence log lag ratio on the probe after 20 updates > 1.5 times token TIS's at every seed",
         1.5,
-        loop,
+        _loop,
     ),
     Claim(
         "C5",
         "Importance weighting fails at the step where its ESS falls below one half.",
         "at the fast rate: failure_step of token TIS within a factor 2 of its ess_step at every seed",
         2.0,
-        weighting,
+        _weighting,
     ),
     Claim(
         "C6",
         "Under a stale sampler DLC keeps KL from on-policy training within twice the on-policy pair's.",
         "KL(on-policy || DLC) <= 2 units at every seed, on the same probe prompts",
         2.0,
-        near,
+        _near,
     ),
     Claim(
         "C7",
@@ -208,37 +211,37 @@ CLAIMS = (
         "token TIS at the fast rate: with the ESS rule never two updates in a row with probe ESS < 1/2; with "
         f"KL > {KL_ALARM:g} nats a token as the rule, two or more in a row at every seed",
         1.0,
-        missed,
+        _missed,
     ),
     Claim(
         "C8",
         "CIS: second moment bounded by e^c; raising small weights hurts.",
         "E[w^2] <= 2 in every run, and the raised ablation's pass rate lower, 95 % interval over seeds above 0",
         0.0,
-        calibrated,
+        _calibrated,
     ),
     Claim(
         "C8 on a mixture of experts",
         "CIS: second moment bounded by e^c; raising small weights hurts.",
         "as C8",
         0.0,
-        lambda seen: calibrated(seen, "mixture"),
+        lambda seen: _calibrated(seen, "mixture"),
     ),
     Claim(
         "C9",
         "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does not.",
         f"bfloat16 engine more than {LOST:g} of pass rate below the exact sampler, 95 % interval over seeds above it",
         LOST,
-        numerics,
+        _numerics,
     ),
-    Claim("C10", "An exact sampler has train-sampler KL exactly 0 at every step.", "all are 0.0", 0.0, bitwise),
+    Claim("C10", "An exact sampler has train-sampler KL exactly 0 at every step.", "all are 0.0", 0.0, _bitwise),
     Claim(
         "C11",
         "A correction that is stable under one source can fail under the other.",
         f"uncorrected or token TIS: less than {LOST:g} of pass rate lost under one source, more under the other, by "
         "their 95 % intervals over seeds",
         1.0,
-        sources,
+        _sources,
     ),
 )
 
@@ -250,4 +253,18 @@ def answer(seen: Evidence) -> list[Row]:
         start = time.perf_counter()
         found = claim.experiment(seen)
         rows.append(row_of(claim, found, time.perf_counter() - start))
+    return rows
+
+
+def run(source: Path | None, folder: Path, resume: bool, bar: Progress) -> list[Row]:
+    """The claims on the real model: the runs that the folder lacks, then the rows, saved as `save` does."""
+    asked = validation.Study() if source is None else config.load(source, validation.Study)
+    run_folder.begin_run(folder, config.resolved(asked), resume)
+    task = bar.add_task(
+        "starting", total=asked.start * (1 + bool(asked.mixture)) + asked.steps * len(validation.planned(asked))
+    )
+    validation.carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
+    rows = answer(validation.evidence(asked, folder))
+    save(folder, rows)
+    run_folder.finish_run(folder)
     return rows

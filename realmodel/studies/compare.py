@@ -25,6 +25,7 @@ from sandbox.output import report
 from sandbox.theory import collapse
 from sandbox.theory.collapse import failure_step, shortfall
 
+Told = tuple[dict[str, Any], dict[str, Sequence[dict[str, Any]]]]  # what --json prints, and tables for people
 TABLE_MIB = 256  # of whole tables of log-probabilities at once
 
 
@@ -131,7 +132,7 @@ def predict(run: Path, on_policy: Sequence[Path], threshold: float) -> dict[str,
 
 
 def read_steps(run: Path) -> pl.DataFrame:
-    """The steps.parquet of a run folder."""
+    """The steps.parquet of a run folder. Raises BadInput where it has none."""
     try:
         return pl.read_parquet(run / "steps.parquet")
     except (OSError, pl.exceptions.PolarsError) as error:
@@ -139,7 +140,10 @@ def read_steps(run: Path) -> pl.DataFrame:
 
 
 def summary(steps: pl.DataFrame, on_policy: Sequence[np.ndarray], threshold: float = 0.5) -> dict[str, Any]:
-    """One run's row of the demo's table and of `mismatch demo --json`, but for the KL from on-policy."""
+    """One run's row of the demo's table and of `mismatch demo --json`, but for the KL from on-policy.
+
+    on_policy: of `pass_rates`, (steps + 1, problems) each.
+    """
     rates = pass_rates(steps)
     difference, error = shortfall(rates, on_policy)
     watched = first_probe(steps)
@@ -185,9 +189,25 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest_run(flags: np.ndarray) -> int:
-    """The largest number of consecutive True."""
+    """The largest number of consecutive True. (n,)"""
     longest = current = 0
     for flag in flags:
         current = current + 1 if flag else 0
         longest = max(longest, current)
     return longest
+
+
+def runs(folders: Sequence[Path], on_policy: Sequence[Path], threshold: float) -> Told:
+    """A row a run folder, of `summary`. Raises BadInput for fewer than two on-policy runs."""
+    if len(on_policy) < 2:
+        raise BadInput(
+            f"on_policy has {len(on_policy)} run folders, expected two or more: the noise of seeds needs two"
+        )
+    against = [pass_rates(read_steps(run)) for run in on_policy]
+    rows = [{"run": run.name} | summary(read_steps(run), against, threshold) for run in folders]
+    return {"runs": rows}, {
+        "ess_step, updates since the sync": [
+            {"run": row["run"]} | shown(row) | {"final_pass_rate": row["final_pass_rate"], "syncs": row["syncs"]}
+            for row in rows
+        ]
+    }

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from rich.progress import Progress
 
 from realmodel.studies import compare, study
 from realmodel.training.settings import RunConfig
 from sandbox.corrections import CORRECTIONS, Correction, EveryK, Never
 from sandbox.errors import BadInput
-from sandbox.output import plots, report, run_folder
+from sandbox.output import config, plots, report, run_folder
 from sandbox.tabular import problems
 from sandbox.tabular.exact import name_of
 from sandbox.tabular.simulate import SimConfig
@@ -107,7 +108,10 @@ def carry_out(grid: Grid, folder: Path, progress: study.Progress) -> None:
 
 
 def rows(grid: Grid, folder: Path) -> pl.DataFrame:
-    """One row a finished stale run: where it stands in the grid, predicted by each of WAYS, observed, failure_step."""
+    """One row a finished stale run: where it stands in the grid, predicted by each of WAYS, observed, failure_step.
+
+    Raises BadInput where no stale run is finished.
+    """
     runs = planned(grid)
     tables = study.steps_of(folder, [run.name for run in runs])
     references: dict[float, list[np.ndarray]] = {}
@@ -257,3 +261,24 @@ def save(table: pl.DataFrame, measured: pl.DataFrame, folder: Path) -> None:
         folder / "report.html", report.render("ess_step, predicted and observed", sections, run_folder.foot())
     )
     drawn.savefig(folder / "figure.pdf")
+
+
+def run(source: Path, folder: Path, resume: bool, bar: Progress) -> compare.Told:
+    """Make the runs of a grid that its folder lacks, and compare."""
+    asked = config.load(source, Grid)
+    run_folder.begin_run(folder, config.resolved(asked), resume)
+    total = asked.start + sum(run.config.steps for run in planned(asked))
+    task = bar.add_task("starting", total=total)
+    carry_out(asked, folder, lambda what, done: bar.update(task, description=what, advance=done))
+    table = rows(asked, folder)
+    save(table, curves(asked, folder), folder)
+    run_folder.finish_run(folder)
+    told = outcome(table) | {"folder": str(folder)}
+    steps = (*WAYS, "observed", "failure_step")
+    shown = [
+        {"run": row["run"]}
+        | {name: report.update_or_none(row[name], row["updates"]) for name in steps}
+        | {"final_pass_rate": row["final_pass_rate"]}
+        for row in table.to_dicts()
+    ]
+    return told, {"ess_step, updates since the sync": shown, "how well each way predicts": scores(table)}

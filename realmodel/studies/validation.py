@@ -122,7 +122,9 @@ class Evidence:
 
 
 def evidence(asked: Study, folder: Path) -> Evidence:
-    """Read a finished study; the KLs are computed on 1,024 responses to held-out problems."""
+    """Read a finished study; the KLs are computed on 1,024 responses to held-out problems. Raises BadInput for an
+    unfinished one.
+    """
     names = list(planned(asked))
     steps = study.steps_of(folder, names)
     if missing := [name for name in names if name not in steps]:

@@ -32,7 +32,10 @@ def measured(batch: Batch, rollout: Rollout, rewards: np.ndarray, keep: Tensor) 
 
 
 def write_rollouts(folder: Path, step: int, batch: Batch, rollout: Rollout, rewards: np.ndarray) -> None:
-    """rollouts/step-*.parquet of one batch; `version_rollout` is a list where a sync fell into the generation."""
+    """rollouts/step-*.parquet of one batch of n responses, rewards (n,).
+
+    `version_rollout` is a list where a sync fell into the generation.
+    """
     lengths = [len(ids) for ids in rollout.response_ids]
 
     def ragged(values: Tensor) -> list[list]:
@@ -62,7 +65,7 @@ def write_rollouts(folder: Path, step: int, batch: Batch, rollout: Rollout, rewa
 
 @torch.no_grad()
 def lag_on_probe(batch: Batch, prompt_index: np.ndarray) -> dict[str, float]:
-    """Sequence ESS of the raw lag ratio r, its standard error, Var[log r], and k3 of KL(q || pi)."""
+    """Sequence ESS of the raw lag ratio r, its error, Var[log r], and k3 of KL(q || pi). Nats; prompt_index (n,)"""
     log_weight = estimators.sequence_log_weight(batch, "lag").double().cpu().numpy()
     return {
         "probe_ess": float(estimators.ess(log_weight)),

@@ -131,6 +131,7 @@ def evaluate(
     Args:
         version: of the live weights.
         snapshots: weights by version, of every one that drew a token but for `version` itself.
+        advantage: of each response. (n,)
     """
     ids, _ = pad(rollout, learner.tokenizer.pad_token_id)
     rows, columns = asked(learner, rollout, ids, centre)
@@ -147,7 +148,7 @@ def evaluate(
 
 
 def asked(learner: Learner, rollout: Rollout, ids: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
-    """`align.wanted` of a padded rollout, for the learner's vocabulary."""
+    """`align.wanted` of a padded rollout, for the learner's vocabulary. ids (n, length)"""
     model: Any = learner.model
     return wanted(rollout, ids.shape[1], model.get_input_embeddings().num_embeddings, centre)
 

@@ -65,7 +65,9 @@ class Run:
 
 
 def begin(config: RunConfig, llm: Any, learner: Learner, folder: Path) -> Run:
-    """A run at its start, or where its last checkpoint left it, with the engine and the learner at that point."""
+    """A run at its start, or where its last checkpoint left it, with the engine and the learner at that point. Raises
+    BadInput for a checkpoint of another run.
+    """
     saved = checkpoint.load(folder)
     synced = Synced(0, 0.0)
     if saved is None:

@@ -20,7 +20,7 @@ DENOMINATORS = ("fixed", "kept", "responses")
 
 
 def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fixed") -> Array:
-    """- sum over kept tokens of weight A (log pi(y) - sum_a centre(a) log pi(a)), over the denominator. Scalar.
+    """- sum over kept tokens of weight A (log pi(y) - sum_a centre(a) log pi(a)), over the denominator. A number.
 
     Its gradient is minus the update that `corrected` stands for; its value means nothing. The centred sum runs over the
     columns of `logp_train_all`: the whole vocabulary or the top k.
@@ -86,7 +86,7 @@ def dppo(batch: Batch, band: ProbabilityBand | None = None, cap: float = math.in
 
 
 def squared_mismatch(batch: Batch, tau: float = 1e-3, denominator: str | float = "fixed") -> Array:
-    """tau sum of (log pi - log q)^2 over every token of the mask, rejected ones included: prime-rl's penalty. Scalar"""
+    """tau sum of (log pi - log q)^2 over every token of the mask, rejected ones too: prime-rl's penalty. A number"""
     t = batch.total
     return tau * namespace(t).sum(t * t) / total(batch, batch.mask, denominator, t)
 
@@ -120,7 +120,10 @@ def accounts(batch: Batch, corrected: Corrected) -> dict[str, float | str]:
 
 
 def total(batch: Batch, kept: Array, denominator: str | float, like: Array) -> Array | float:
-    """What a loss is divided by, at least 1, in the dtype of `like`; `denominator` as in `reinforce`. Scalar"""
+    """What a loss is divided by, at least 1, in the dtype of `like`; `denominator` as in `reinforce`. A number.
+
+    Raises BadInput for another name, or a number that is not above 0.
+    """
     if isinstance(denominator, int | float):
         if not denominator > 0:
             raise BadInput(f"denominator is {denominator}, expected a positive number")

@@ -212,7 +212,10 @@ def _perplexities(batch: Batch) -> dict[str, Array]:
 
 
 def verl_metrics(batch: Batch, cap: float = 2.0) -> dict[str, Array]:
-    """verl's rollout_corr/: kl is k1 with its sign, k3 unclamped, chi2 clamped at 20, ESS of the truncated tokens."""
+    """verl's rollout_corr/: kl is k1 with its sign, k3 unclamped, chi2 clamped at 20, ESS of the truncated tokens.
+
+    Scalars, nats where it is a KL.
+    """
     xp = namespace(batch.logp_rollout)
     d, has = batch.log_ratio("behaviour"), xp.any(batch.mask, axis=-1, keepdims=True)
     clamped, whole = ratios.limit(d, -20.0, 20.0), ratios.limit(ratios.sequence(d), -20.0, 20.0)
@@ -256,7 +259,10 @@ def trl_metrics(batch: Batch, corrected: Corrected) -> dict[str, Array]:
 
 
 def slime_metrics(batch: Batch, cap: float = 2.0) -> dict[str, Array]:
-    """slime's: every number a mean over responses of token means; tis is the raw ratio."""
+    """slime's: every number a mean over responses of token means; tis is the raw ratio.
+
+    Scalars, nats where it is a KL.
+    """
     xp = namespace(batch.logp_rollout)
     d = batch.log_ratio("behaviour")
     ratio = xp.exp(d)
@@ -274,7 +280,10 @@ def slime_metrics(batch: Batch, cap: float = 2.0) -> dict[str, Array]:
 
 
 def prime_rl_metrics(batch: Batch, corrected: Corrected) -> dict[str, Array]:
-    """prime-rl's: k3 of the current weights per response over all, dropped and kept tokens; share dropped."""
+    """prime-rl's: k3 of the current weights per response over all, dropped and kept tokens; share dropped.
+
+    Scalars, nats where it is a KL.
+    """
     kl = ratios.ESTIMATORS["k3"](batch.total)
     xp = namespace(kl)
     rejected, kept = batch.mask & ~corrected.keep, batch.mask & corrected.keep
@@ -292,7 +301,10 @@ def prime_rl_metrics(batch: Batch, corrected: Corrected) -> dict[str, Array]:
 
 
 def areal_metrics(batch: Batch, corrected: Corrected) -> dict[str, Array]:
-    """AReaL's: behave_approx_kl is +d (minus verl's kl); the mean weight is that of the kept tokens."""
+    """AReaL's: behave_approx_kl is +d (minus verl's kl); the mean weight is that of the kept tokens.
+
+    Scalars, nats where it is a KL.
+    """
     xp = namespace(batch.logp_rollout)
     d = batch.log_ratio("behaviour")
     d = masked(d, xp.isfinite(d))

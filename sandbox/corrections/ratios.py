@@ -42,7 +42,7 @@ def at_level(log_ratio: Array, level: str, mask: Array) -> Array:
     """Log ratio per token, (B, T); of the whole response, (B, 1), or of the response so far, (B, T).
 
     token: r_t. sequence: prod_t r_t. geometric: (prod_t r_t)^(1/T), T the counted tokens; never called "sequence".
-    prefix: prod_{u <= t} r_u. Raises BadInput for another level.
+    prefix: prod_{u <= t} r_u. Nats. Raises BadInput for another level.
     """
     if level not in LEVELS:
         raise BadInput(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
@@ -71,7 +71,7 @@ def truncate(log_ratio: Array, cap: float, floor: float = 0.0) -> Array:
 
 
 def log_mean(log_weight: Array, counted: Array) -> Array:
-    """log of the mean weight over the counted entries, 0 where there is none or every weight is 0. Scalar array"""
+    """log of the mean weight over the counted entries, 0 where there is none or every weight is 0. A scalar"""
     xp = namespace(log_weight)
     total = logsumexp(xp.reshape(masked(log_weight, counted, -math.inf), (-1,)))
     n = count(counted)
@@ -86,7 +86,7 @@ def check_bounds(low: float, high: float, names: str) -> None:
 
 
 def band(log_ratio: Array, low: float, high: float) -> Array:
-    """True where low <= ratio <= high, both bounds included. bool, same shape"""
+    """True where low <= ratio <= high, both bounds included; log_ratio in nats, of any shape. bool, same shape"""
     return (log_ratio >= log(low)) & (log_ratio <= log(high))
 
 
@@ -107,7 +107,10 @@ ESTIMATORS: dict[str, Callable[[Array], Array]] = {
 
 
 def aggregate(x: Array, how: str, mask: Array) -> Array:
-    """Per-token values as they are, (B, T), or their sum, mean or maximum over the counted tokens, (B, 1)."""
+    """Per-token values as they are, (B, T), or their sum, mean or maximum over the counted tokens, (B, 1).
+
+    Raises BadInput for another name.
+    """
     xp = namespace(x)
     if how == "token":
         return x

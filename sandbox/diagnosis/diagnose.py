@@ -36,6 +36,7 @@ def diagnose(chunks: Iterable[Chunk], sample_tokens: int = SAMPLE_TOKENS) -> dic
 
 
 def outcome(evidence: Evidence) -> dict[str, Any]:
+    """`diagnose` of a dump that is already reduced. Raises BadInput where it has no row."""
     if not evidence.n_rows:
         raise BadInput("the dump holds no row")
     recomputed = semantics.recomputed_old(evidence)

@@ -146,6 +146,7 @@ def row_levels(
 
     A few wild tokens do not move it, nor do easy responses: tokens that were certain say nothing of a drift, and
     what is said twice in a response counts once. Responses with fewer than `least` tokens left are left out.
+    (m,), (m,) of the m tokens of `ref` -> (n,), (n,)
     """
     keep = np.flatnonzero(informative)
     if not len(keep):

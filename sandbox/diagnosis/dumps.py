@@ -93,7 +93,7 @@ def check_there(names: Mapping[str, str], columns: Collection[str], source: str)
 
 
 def table_of(source: str, rows: np.ndarray, values: list[dict[str, Any]], refused: list[Refused]) -> Table:
-    """A Table of rows given as canonical values by name, lists of numbers for ragged columns."""
+    """A Table of rows given as canonical values by name, lists of numbers for ragged columns. rows (n,)"""
     ragged, scalars = {}, {}
     names = {name for row in values for name in row}
     for name in names & {*RAGGED, *EITHER}:

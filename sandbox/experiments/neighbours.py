@@ -29,16 +29,17 @@ StepRule = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def as_it_is(update: np.ndarray, before: np.ndarray, ess: np.ndarray) -> np.ndarray:
+    """The plain update. (R, S, V)"""
     return update
 
 
 def times_ess(update: np.ndarray, before: np.ndarray, ess: np.ndarray) -> np.ndarray:
-    """VCPO's rule: the learning rate times the raw sequence lag ESS of the batch."""
+    """VCPO's rule: the learning rate times the raw sequence lag ESS of the batch. ess (R,)"""
     return ess[:, None, None] * update
 
 
 def projected(update: np.ndarray, before: np.ndarray, ess: np.ndarray) -> np.ndarray:
-    """GAC's rule in its plainest form: without the component along the update before, where that is positive."""
+    """GAC's rule in its plainest form: without the component along the one before, where positive. (R, S, V)"""
     along, square = (np.einsum("rsv,rsv->r", x, before) for x in (update, before))
     share = np.maximum(along, 0) / np.maximum(square, 1e-300)
     return update - share[:, None, None] * before

@@ -71,7 +71,7 @@ def start_of(case: Case, start: Start) -> np.ndarray:
 
 
 def training(config: PredictConfig, log_offset: np.ndarray | float) -> SimConfig:
-    """The simulated training of this prediction, under that offset of the sampler's engine."""
+    """The simulated training of this prediction, under that offset of the sampler's engine, nats. (S, V) or a number"""
     return SimConfig(
         config.correction,
         discrepancy=GivenOffset(log_offset),

@@ -45,6 +45,7 @@ def mean_field_runs(
     """Every rule's mean-field training. Columns rule, value, run (0), step, syncs (done before the step), return.
 
     Args:
+        logits: start of trainer and sampler. (S, V)
         cfg: how to train; its own resync rule is replaced.
     """
     frames = []
@@ -63,7 +64,9 @@ def monte_carlo_runs(
     thresholds: Sequence[float] = THRESHOLDS,
     periods: Sequence[int] = PERIODS,
 ) -> pl.DataFrame:
-    """Every rule's simulated training, the same seeds under each; arguments and columns as in `mean_field_runs`."""
+    """Every rule's simulated training, the same seeds under each; logits (S, V); arguments and columns as in
+    `mean_field_runs`.
+    """
     frames = []
     for kind, value, resync in rules(thresholds, periods):
         table = simulate.run(problem, logits, replace(cfg, resync=resync), runs).table
@@ -84,6 +87,8 @@ def at_budget(runs: pl.DataFrame, budget: float, costs: Sequence[float] = COSTS)
     Args:
         runs: of `mean_field_runs` or `monte_carlo_runs`, at least `budget` steps of each.
     Returns: columns cost, rule, value, return (mean over the runs), standard_error, steps, syncs (means).
+    Raises:
+        BadInput: the runs are shorter than the budget.
     """
     if runs["step"].max() < budget:  # type: ignore[operator]
         raise BadInput(f"runs have {runs['step'].max()} steps, fewer than the budget of {budget:g}")

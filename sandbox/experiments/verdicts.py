@@ -79,17 +79,17 @@ def bootstrap(
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of the means of two samples."""
+    """Of the means of two samples. (..., n), (..., m) -> (...)"""
     return a.mean(axis=-1) - b.mean(axis=-1)
 
 
 def median(x: np.ndarray) -> np.ndarray:
-    """Lower median: defined beside infinite steps."""
+    """Lower median: defined beside infinite steps. (..., n) -> (...)"""
     return np.quantile(x, 0.5, axis=-1, method="lower")
 
 
 def compared(statistic: Callable[..., np.ndarray], *samples: np.ndarray, paired: bool = False) -> list[float]:
-    """The statistic and its `bootstrap` interval: [value, low, high]."""
+    """The statistic and its `bootstrap` interval: [value, low, high]. Samples (n,)"""
     return [float(statistic(*samples)), *bootstrap(statistic, *samples, paired=paired)]
 
 

@@ -219,7 +219,8 @@ def top_share(log_weight: Array, fraction: float = 0.01) -> float:
 def sequence_log_weight(batch: Batch, source: str = "total") -> Array:
     """Raw log weight of each response: the sum over its tokens of t ("total"), g ("lag") or d ("discrepancy").
 
-    A row that is masked throughout is no response and has no weight: (n,), n <= B.
+    A row that is masked throughout is no response and has no weight: (n,), n <= B. Nats. Raises BadInput for another
+    source.
     """
     if source not in ("total", "lag", "discrepancy"):
         raise BadInput(f"source is {source!r}, expected total, lag or discrepancy")

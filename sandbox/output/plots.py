@@ -256,4 +256,5 @@ def svg(figure: Figure) -> str:
 
 
 def across(ax: Axes):
-    return ax.get_yaxis_transform()  # x in the axes, y in data
+    """The transform in which x runs from 0 to 1 across the axes and y is data."""
+    return ax.get_yaxis_transform()

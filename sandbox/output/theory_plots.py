@@ -117,7 +117,7 @@ def sync_price(ax: Axes, reached: pl.DataFrame) -> Axes:
 
 
 def prediction_levels(ax: Axes, levels: Mapping[str, tuple[np.ndarray, float]]) -> Axes:
-    """Var[log w] at k = 1 .. K by each level of prediction, with its ess_step in the legend (inf: none)."""
+    """Var[log w] at k = 1 .. K by each level of prediction, with its ess_step in the legend (inf: none). (K,) each"""
     for (name, (curve, step)), style in zip(levels.items(), (":", "--", "-"), strict=True):
         says = f"{step:.0f}" if math.isfinite(step) else "none"
         ax.plot(np.arange(1, len(curve) + 1), curve, style, color="#0072B2", label=f"{name}: ess_step {says}")

@@ -36,7 +36,7 @@ class ToGo(NamedTuple):
 
 
 def to_go(problem: Problem, logq: np.ndarray, f: np.ndarray) -> Iterator[ToGo]:
-    """Mean and variance under q of what is still to come, from t = T-1 down to 0.
+    """Mean and variance under q of what is still to come, from t = T-1 down to 0. (S, V) -> (S,) each
 
     The variance is the sum of conditional variances, so it never is a difference of large numbers. That is why there
     is no second route by the matrix of a step: a square around the mean of its own state does not sum over tokens
@@ -120,7 +120,9 @@ def advantage_visits_of(problem: Problem, visits: np.ndarray, past: np.ndarray, 
 
 
 def advantage_scale(problem: Problem, logq: np.ndarray, advantage: Advantage) -> float:
-    """What the centred advantage is divided by: 1, or sd_q(R) + 1e-6 where it is "normalised". Raises BadInput else."""
+    """What the centred advantage is divided by: 1, or sd_q(R) + 1e-6 where it is "normalised". Raises BadInput
+    else. (..., S, V) -> (...)
+    """
     if advantage not in ADVANTAGES:
         raise BadInput(f"advantage is {advantage!r}, expected one of {', '.join(ADVANTAGES)}")
     if advantage == "centred":
@@ -201,7 +203,7 @@ def expected_update(
 def expected_updates(
     problem: Problem, policies: Policies, corrections: Mapping[str, Correction], advantage: Advantage = "centred"
 ) -> dict[str, np.ndarray]:
-    """`expected_update` of several corrections for the price of one recursion."""
+    """`expected_update` of several corrections for the price of one recursion. (S, V) each; BadInput as there."""
     scale = advantage_scale(problem, policies.rollout, advantage)
     q = np.exp(policies.rollout)
     visits = None

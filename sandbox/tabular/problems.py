@@ -134,7 +134,7 @@ def table(field: str, values: Any, shape: tuple[int, ...] | None = None) -> np.n
 
 
 def refuse(field: str, what: str, values: np.ndarray, bad: np.ndarray) -> None:
-    """Raises BadInput naming the first entry where `bad` holds."""
+    """Raises BadInput naming the first entry where `bad` holds. Any shape"""
     if bad.any():
         s, a = np.argwhere(bad)[0]
         raise BadInput(f"{field}[{s}][{a}] is {values[s, a]:g}, which {what}")
@@ -152,6 +152,8 @@ def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:
 
     Args:
         leaf_reward: reward of each sequence, in the order of its tokens read as a number in base V. (V**depth,)
+    Raises:
+        BadInput: sizes that do not fit.
     """
     if depth < 1 or vocabulary < 2:
         raise BadInput(f"depth is {depth} and vocabulary {vocabulary}, expected at least 1 and 2")
@@ -187,6 +189,7 @@ def state_machine(rng: np.random.Generator, states: int, vocabulary: int, horizo
     """Machine with random transitions that never ends early; one random token of each state earns 1 / T.
 
     The return is the share of right tokens, in [0, 1], and 1 / V under the uniform policy.
+    Raises BadInput for a size below 1.
     """
     for name, value, least in (("states", states, 1), ("vocabulary", vocabulary, 2), ("horizon", horizon, 1)):
         if value < least:

@@ -51,7 +51,7 @@ def log_sum(problem: Problem, log_kernel: np.ndarray) -> np.ndarray:
 
 
 def log_sum_plain(problem: Problem, log_kernel: np.ndarray) -> np.ndarray:
-    """`log_sum`, step by step in log space."""
+    """`log_sum`, step by step in log space. (..., S, V) -> (...)"""
     value = np.zeros((*log_kernel.shape[:-2], problem.shape[0] + 1))
     for states in reversed(problem.layers):
         future = value[..., problem.transition[states]]
@@ -100,6 +100,7 @@ def expectation(problem: Problem, logq: np.ndarray, f: np.ndarray) -> np.ndarray
 
 
 def expectation_plain(problem: Problem, q: np.ndarray, f: np.ndarray) -> np.ndarray:
+    """`expectation`, step by step. (..., S, V) -> (...)"""
     value = np.zeros((*np.broadcast_shapes(q.shape, f.shape)[:-2], problem.shape[0] + 1))
     for states in reversed(problem.layers):
         future = value[..., problem.transition[states]]
@@ -108,7 +109,7 @@ def expectation_plain(problem: Problem, q: np.ndarray, f: np.ndarray) -> np.ndar
 
 
 def expectation_by_squaring(problem: Problem, q: np.ndarray, f: np.ndarray) -> np.ndarray:
-    """value -> source + step value is one step; two of them are source + step source, step step."""
+    """value -> source + step value is one step; two of them are source + step source, step step. (S, V)"""
     source, step = (q * f).sum(axis=-1)[..., None], matrix(problem, q)[..., :-1]
     value, left = np.zeros_like(source), problem.horizon
     while True:

@@ -109,7 +109,10 @@ def generators(seed: int, runs: Iterable[int]) -> list[np.random.Generator]:
 
 
 def init(rngs: Sequence[np.random.Generator], problem: Problem, logits: np.ndarray, cfg: SimConfig) -> State:
-    """Trainer and sampler of every run at `logits` (S, V), each run with its own draw of the discrepancy."""
+    """Trainer and sampler of every run at `logits` (S, V), each run with its own draw of the discrepancy.
+
+    Raises BadInput for logits of another shape.
+    """
     if np.shape(logits) != problem.shape:
         raise BadInput(f"logits has shape {np.shape(logits)}, expected {problem.shape}")
     start = np.repeat(np.asarray(logits, dtype=float)[None], len(rngs), axis=0)

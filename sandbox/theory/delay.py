@@ -21,14 +21,20 @@ NULL = 1e-10  # a direction whose singular value is below this share of the larg
 
 
 def critical_gain(tau: int) -> float:
-    """Largest stable eta kappa at H = 0, M = -kappa: 2 sin(pi / (2 (2 tau + 1))) = 2, 1, .618, .445 .. (Levin-May)."""
+    """Largest stable eta kappa at H = 0, M = -kappa: 2 sin(pi / (2 (2 tau + 1))) = 2, 1, .618, .445 .. (Levin-May).
+
+    Raises BadInput for a negative tau.
+    """
     if tau < 0:
         raise BadInput(f"tau is {tau}, expected at least 0")
     return 2 * math.sin(math.pi / (2 * (2 * tau + 1)))
 
 
 def companion(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> np.ndarray:
-    """Matrix that moves (theta_k, theta_{k-1}, .., theta_{k-tau}) on by one update. (n (tau + 1), n (tau + 1))"""
+    """Matrix that moves (theta_k, theta_{k-1}, .., theta_{k-tau}) on by one update. (n (tau + 1), n (tau + 1))
+
+    Raises BadInput for a negative tau or matrices of other shapes.
+    """
     h, m = _square(h, m)
     positive("step_size", step_size)
     if tau < 0:
@@ -41,13 +47,13 @@ def companion(h: np.ndarray | float, m: np.ndarray | float, step_size: float, ta
 
 
 def roots(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> np.ndarray:
-    """Characteristic roots z, largest modulus first. complex (n (tau + 1),)"""
+    """Characteristic roots z, largest modulus first. h, m: (n, n) -> complex (n (tau + 1),)"""
     values = np.linalg.eigvals(companion(h, m, step_size, tau))
     return values[np.argsort(-np.abs(values), kind="stable")]
 
 
 def spectral_radius(h: np.ndarray | float, m: np.ndarray | float, step_size: float, tau: int) -> float:
-    """Largest |z|: the factor by which a disturbance grows per update in the long run."""
+    """Largest |z|: the factor by which a disturbance grows per update in the long run. h, m: (n, n)"""
     return float(np.abs(roots(h, m, step_size, tau)[0]))
 
 
@@ -64,7 +70,7 @@ def without_null(h: np.ndarray | float, m: np.ndarray | float) -> tuple[np.ndarr
 
 
 def critical_step_size(h: np.ndarray | float, m: np.ndarray | float, tau: int) -> float:
-    """Step size eta > 0 at which the loop first loses stability: smallest with spectral radius 1.
+    """Step size eta > 0 at which the loop first loses stability: smallest with spectral radius 1. (n, n)
 
     By root finding on the spectral radius, directions that nothing moves left out. 0 where even the smallest step is
     unstable (H + M has an eigenvalue of positive real part); inf where no step up to 1e3 / (|H| + |M|) is.
@@ -87,7 +93,7 @@ def critical_step_size(h: np.ndarray | float, m: np.ndarray | float, tau: int) -
 
 
 def critical_tau(h: np.ndarray | float, m: np.ndarray | float, step_size: float, most: int = 256) -> float:
-    """Largest lag up to which every lag is stable at this step size; -1 where lag 0 is unstable, inf beyond `most`."""
+    """Largest lag up to which all lags are stable at this step; -1 where lag 0 is not, inf beyond `most`. (n, n)"""
     h, m = without_null(h, m)
     for tau in range(most + 1):
         if len(h) and spectral_radius(h, m, step_size, tau) >= 1:

@@ -42,7 +42,7 @@ def feedback(problem: Problem, logp: np.ndarray, x: np.ndarray, advantage: Advan
 
 
 def left_out(problem: Problem, logp: np.ndarray, x: np.ndarray, advantage: Advantage = "normalised") -> np.ndarray:
-    """M x: what the uncorrected update misses of the gradient at lag x, to first order. (S, V) -> (S, V)"""
+    """M x: what the uncorrected update misses of the gradient at lag x, first order; logp nats. (S, V) -> (S, V)"""
     return matrices.m_product(problem, logp, x) / exact.advantage_scale(problem, logp, advantage)
 
 
@@ -129,7 +129,7 @@ class LoopEffect:
 
 
 def loop_effect(problem: Problem, logits: np.ndarray, missed: Product, cfg: SimConfig) -> LoopEffect:
-    """Lag growth predicted against measured, beside the exactly corrected run from the same start."""
+    """Lag growth predicted against measured, beside the exactly corrected run from the same start. logits (S, V)"""
     none, weighted = (path(problem, logits, replace(cfg, correction=CORRECTIONS[c])) for c in ("none", "seq_is"))
     predicted = predicted_path(problem, logits, missed, cfg)
     size = {

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from sandbox import metrics
 from sandbox.batch import Batch
 from sandbox.errors import BadInput
 from sandbox.metrics import estimators, report
@@ -216,3 +217,44 @@ def test_top_share_and_chi2():
     assert math.isnan(estimators.top_share(np.zeros(0)))
     w = np.array([1.0, 2.0, 6.0])
     assert estimators.chi2(np.log(w)) == pytest.approx((w**2).mean() / w.mean() ** 2 - 1)
+
+
+def test_influence_is_the_derivative_by_how_often_a_response_counts():
+    """u_i = n d log ESS / d c_i at c = 1, with response i counted c_i times."""
+    log_weight = np.log(np.array([0.2, 1.0, 1.5, 9.0, 0.01]))
+    w, h = np.exp(log_weight), 1e-6
+
+    def log_ess(count: np.ndarray) -> float:
+        return math.log((count @ w) ** 2 / (count @ w**2) / count.sum())
+
+    steps = h * np.eye(5)
+    slope = [(log_ess(1 + step) - log_ess(1 - step)) / (2 * h) for step in steps]
+    value, influence = estimators.ess_and_influence(log_weight)
+    assert value == pytest.approx(math.exp(log_ess(np.ones(5))))
+    np.testing.assert_allclose(influence, 5 * np.array(slope), atol=1e-7)
+
+
+def test_bootstrap_of_sums_is_the_ess_of_the_tokens_of_the_drawn_responses():
+    tokens = [np.array([0.5, 2.0]), np.array([1.0]), np.array([3.0, 0.1, 0.4])]
+    times = np.array([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
+    values = []
+    for row in times:
+        drawn = np.concatenate([w for w, k in zip(tokens, row, strict=True) for _ in range(int(k))])
+        values.append(drawn.sum() ** 2 / (drawn**2).sum() / len(drawn))
+    sums = [np.array([f(w) for w in tokens]) for f in (len, np.sum, lambda w: np.sum(w**2))]
+    for level in (0.5, 0.9):
+        expected = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+        assert estimators.bootstrap_ess(times, *sums, level) == pytest.approx(expected)
+    assert estimators.bootstrap_ess(np.zeros((2, 3)), *sums) == pytest.approx((math.nan, math.nan), nan_ok=True)
+
+
+def test_results_have_the_published_types():
+    pi, mu, q = (np.log([row]) for row in ([0.5, 0.25], [0.45, 0.35], [0.4, 0.3]))
+    batch = Batch(pi, q, np.ones((1, 2), bool), np.ones((1, 1)), logp_sync=mu)
+    assert isinstance(estimators.decompose(batch), metrics.Decomposition)
+    told = metrics.report(batch)
+    assert isinstance(told, metrics.Report)
+    assert isinstance(metrics.summarise(batch), metrics.Summary)
+    t = np.log([0.5 / 0.4, 0.25 / 0.3])
+    assert estimators.decompose(batch).total == pytest.approx(np.mean(t**2))
+    assert told.ess["token"].raw == pytest.approx(np.exp(t).sum() ** 2 / np.exp(2 * t).sum() / 2)
