@@ -26,7 +26,6 @@ import polars as pl
 from matplotlib.figure import Figure
 
 from sandbox.corrections import CORRECTIONS, EveryK
-from sandbox.experiments import predict
 from sandbox.output import plots, theory_plots
 from sandbox.output.interactive import explore
 from sandbox.tabular import problems, simulate
@@ -81,8 +80,9 @@ assert collapse.fit_collapse([1, 2], [0.01, 0.02]).status == "not_identifiable"
 
 # %%
 on_policy = simulate.run(tree, start, simulate.SimConfig(resync=EveryK(1), steps=40, seed=4), range(12))
-failures = predict.failure_steps(runs.table, on_policy.table)["failure_step"]
-print("failure_step", sorted(failures), "ess_step", sorted(steps))
+stale, fresh = (table["return"].to_numpy().reshape(12, -1) for table in (runs.table, on_policy.table))
+failures = 1 + collapse.failure_steps(stale, fresh)  # the first measurement follows the first update
+print("failure_step", sorted(failures.tolist()), "ess_step", sorted(steps))
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 mean = {
     name: result.table.group_by("step", maintain_order=True).agg(

@@ -168,82 +168,46 @@ def _listed(values: Any) -> str:
 
 
 CLAIMS = (
-    Claim(
-        "C1",
-        "The token error splits exactly into discrepancy and lag, t = d + g; a neighbouring version's snapshot does "
-        "not reproduce mu.",
-        "mean squares add up to 1e-4 relative, and one update after a sync the trainer is > 1e-3 nats a token away",
-        1e-4,
-        _splits,
-    ),
-    Claim(
-        "C2",
-        "d stays about constant through training while g grows between syncs.",
-        "RMS of d over the last ten on-policy updates within [1/2, 2] of the first ten; RMS of g more than doubles "
-        "between the fifth and the last update without a sync, at every seed",
-        2.0,
-        _constant,
-    ),
-    Claim(
-        "C4",
-        "Lag alone closes a loop: the uncorrected lag exceeds the corrected one from the same start.",
-        "Var of the sequence log lag ratio on the probe after 20 updates > 1.5 times token TIS's at every seed",
-        1.5,
-        _loop,
-    ),
-    Claim(
-        "C5",
-        "Importance weighting fails at the step where its ESS falls below one half.",
-        "at the fast rate: failure_step of token TIS within a factor 2 of its ess_step at every seed",
-        2.0,
-        _weighting,
-    ),
-    Claim(
-        "C6",
-        "Under a stale sampler DLC keeps KL from on-policy training within twice the on-policy pair's.",
-        "KL(on-policy || DLC) <= 2 units at every seed, on the same probe prompts",
-        2.0,
-        _near,
-    ),
-    Claim(
-        "C7",
-        "Resync by ESS prevents collapses that the KL on the sampler's prefixes misses.",
-        "token TIS at the fast rate: with the ESS rule never two updates in a row with probe ESS < 1/2; with "
-        f"KL > {KL_ALARM:g} nats a token as the rule, two or more in a row at every seed",
-        1.0,
-        _missed,
-    ),
-    Claim(
-        "C8",
-        "CIS: second moment bounded by e^c; raising small weights hurts.",
-        "E[w^2] <= 2 in every run, and the raised ablation's pass rate lower, 95 % interval over seeds above 0",
-        0.0,
-        _calibrated,
-    ),
-    Claim(
-        "C8 on a mixture of experts",
-        "CIS: second moment bounded by e^c; raising small weights hurts.",
-        "as C8",
-        0.0,
-        lambda seen: _calibrated(seen, "mixture"),
-    ),
-    Claim(
-        "C9",
-        "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does not.",
-        f"bfloat16 engine more than {LOST:g} of pass rate below the exact sampler, 95 % interval over seeds above it",
-        LOST,
-        _numerics,
-    ),
-    Claim("C10", "An exact sampler has train-sampler KL exactly 0 at every step.", "all are 0.0", 0.0, _bitwise),
-    Claim(
-        "C11",
-        "A correction that is stable under one source can fail under the other.",
-        f"uncorrected or token TIS: less than {LOST:g} of pass rate lost under one source, more under the other, by "
-        "their 95 % intervals over seeds",
-        1.0,
-        _sources,
-    ),
-)
+    Claim("C1", "The token error splits exactly into discrepancy and lag, t = d + g; a neighbouring version's"
+          " snapshot does not reproduce mu.",
+          "mean squares add up to 1e-4 relative, and one update after a sync the trainer is > 1e-3 nats a token away",
+          0.0001, _splits),
+    Claim("C2", "d stays about constant through training while g grows between syncs.",
+          "RMS of d over the last ten on-policy updates within [1/2, 2] of the first ten; RMS of g more than doubles"
+          " between the fifth and the last update without a sync, at every seed",
+          2.0, _constant),
+    Claim("C4", "Lag alone closes a loop: the uncorrected lag exceeds the corrected one from the same start.",
+          "Var of the sequence log lag ratio on the probe after 20 updates > 1.5 times token TIS's at every seed",
+          1.5, _loop),
+    Claim("C5", "Importance weighting fails at the step where its ESS falls below one half.",
+          "at the fast rate: failure_step of token TIS within a factor 2 of its ess_step at every seed",
+          2.0, _weighting),
+    Claim("C6", "Under a stale sampler DLC keeps KL from on-policy training within twice the on-policy pair's.",
+          "KL(on-policy || DLC) <= 2 units at every seed, on the same probe prompts",
+          2.0, _near),
+    Claim("C7", "Resync by ESS prevents collapses that the KL on the sampler's prefixes misses.",
+          "token TIS at the fast rate: with the ESS rule never two updates in a row with probe ESS < 1/2; with KL >"
+          f" {KL_ALARM:g} nats a token as the rule, two or more in a row at every seed",
+          1.0, _missed),
+    Claim("C8", "CIS: second moment bounded by e^c; raising small weights hurts.",
+          "E[w^2] <= 2 in every run, and the raised ablation's pass rate lower, 95 % interval over seeds above 0",
+          0.0, _calibrated),
+    Claim("C8 on a mixture of experts", "CIS: second moment bounded by e^c; raising small weights hurts.",
+          "as C8",
+          0.0, lambda seen: _calibrated(seen, "mixture")),
+    Claim("C9", "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does"
+          " not.",
+          f"bfloat16 engine more than {LOST:g} of pass rate below the exact sampler, 95 % interval over seeds above"
+          " it",
+          LOST, _numerics),
+    Claim("C10", "An exact sampler has train-sampler KL exactly 0 at every step.",
+          "all are 0.0",
+          0.0, _bitwise),
+    Claim("C11", "A correction that is stable under one source can fail under the other.",
+          f"uncorrected or token TIS: less than {LOST:g} of pass rate lost under one source, more under the other, by"
+          " their 95 % intervals over seeds",
+          1.0, _sources),
+)  # fmt: skip
 
 
 def answer(seen: Evidence) -> list[Row]:

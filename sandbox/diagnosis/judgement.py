@@ -40,31 +40,37 @@ def _interval(log_weight: np.ndarray, prompt: np.ndarray) -> tuple[float, float]
     return max(float(value) - 1.645 * error, 1 / n), min(float(value) + 1.645 * error, 1.0)
 
 
-def _ess(log_weight: np.ndarray, prompt: np.ndarray, unit: str, ratio: str) -> dict:
-    raw = float(estimators.ess(log_weight))
-    capped = np.minimum(log_weight, math.log(CAP))
+def _size(raw: float, interval: tuple[float, float], log_weight: np.ndarray, n: int, unit: str, ratio: str) -> dict:
+    """An ESS with what qualifies it; tails and the truncated ESS are read off `log_weight`, a sample of n."""
+    some, limit = len(log_weight) > 0, math.log(CAP)
     return {
         "raw": raw,
-        "n": len(log_weight),
-        "interval": list(_interval(log_weight, prompt)) if len(log_weight) else [math.nan, math.nan],
+        "n": n,
+        "interval": list(interval),
         "pareto_k": estimators.pareto_k(log_weight),
         "pareto_k_limit": estimators.pareto_k_limit(len(log_weight)),
         "chi2": 1 / raw - 1 if raw > 0 else math.nan,
-        "truncated": float(estimators.ess(capped)),
-        "share_above_cap": float((log_weight > math.log(CAP)).mean()) if len(log_weight) else math.nan,
+        "truncated": float(estimators.ess(np.minimum(log_weight, limit))),
+        "share_above_cap": float((log_weight > limit).mean()) if some else math.nan,
         "cap": CAP,
+        "n_sampled": len(log_weight),
         "unit": unit,
         "ratio": ratio,
     }
 
 
+def _ess(log_weight: np.ndarray, prompt: np.ndarray, ratio: str) -> dict:
+    interval = _interval(log_weight, prompt) if len(log_weight) else (math.nan, math.nan)
+    return _size(float(estimators.ess(log_weight)), interval, log_weight, len(log_weight), "sequence", ratio)
+
+
 def ess(evidence: Evidence, resynced: bool) -> dict:
     """Sequence and token ESS of pi / q; with logp_sync of every token also the sequence's lag and discrepancy."""
     r = evidence.responses
-    found = {"sequence": _ess(r["t"], r["prompt"], "sequence", "pi/q"), "token": _token_ess(evidence)}
+    found = {"sequence": _ess(r["t"], r["prompt"], "pi/q"), "token": _token_ess(evidence)}
     if resynced and len(r["n"]) and (r["synced"] == r["n"]).all():
-        found["sequence_lag"] = _ess(r["g"], r["prompt"], "sequence", "pi/mu")
-        found["sequence_discrepancy"] = _ess(r["d"], r["prompt"], "sequence", "mu/q")
+        found["sequence_lag"] = _ess(r["g"], r["prompt"], "pi/mu")
+        found["sequence_discrepancy"] = _ess(r["d"], r["prompt"], "mu/q")
     if len(r["n"]):
         alive = np.isfinite(r["t"])
         mean = float(r["t"][alive].sum() / r["n"][alive].sum()) if alive.any() else 0.0
@@ -79,7 +85,7 @@ def ess(evidence: Evidence, resynced: bool) -> dict:
 
 
 def _token_ess(evidence: Evidence) -> dict:
-    r, sample = evidence.responses, evidence.sample
+    r = evidence.responses
     n, first, second = (float(r[name].sum()) for name in ("n", "w", "ww"))
     raw = first**2 / second / n if second > 0 else math.nan
     if 0 < len(r["n"]) <= BOOTSTRAPPED and second > 0:
@@ -91,22 +97,7 @@ def _token_ess(evidence: Evidence) -> dict:
         interval = (max(raw - 1.645 * error, 1 / n), min(raw + 1.645 * error, 1.0))
     else:
         interval = (math.nan, math.nan)
-    t = sample.train - sample.rollout
-    capped = np.minimum(t, math.log(CAP))
-    return {
-        "raw": raw,
-        "n": int(n),
-        "interval": list(interval),
-        "pareto_k": estimators.pareto_k(t),
-        "pareto_k_limit": estimators.pareto_k_limit(len(t)),
-        "chi2": 1 / raw - 1 if raw > 0 else math.nan,
-        "truncated": float(estimators.ess(capped)),
-        "share_above_cap": float((t > math.log(CAP)).mean()) if len(t) else math.nan,
-        "cap": CAP,
-        "n_sampled": len(t),
-        "unit": "token",
-        "ratio": "pi/q",
-    }
+    return _size(raw, interval, evidence.sample.train - evidence.sample.rollout, int(n), "token", "pi/q")
 
 
 def by_step(evidence: Evidence, resynced: bool) -> list[dict]:

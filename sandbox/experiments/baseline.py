@@ -6,17 +6,19 @@ repeat on a path, so that |score|^2 is a sum over the tokens; a batch estimates 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from sandbox.corrections import CORRECTIONS, EveryK
-from sandbox.experiments.verdicts import compared, difference, failure_steps, setting, train, updates
+from sandbox.experiments.verdicts import compared, difference, setting, train, updates
 from sandbox.metrics import estimators
 from sandbox.tabular import enumeration, exact, simulate
 from sandbox.tabular.policy import Policies, draw, policies
 from sandbox.tabular.problems import PRESETS, Problem
+from sandbox.theory.collapse import failure_steps
 
 GROWN = 2.0  # times the norm of the first update since the sync: when the gradient norm raises the alarm
 FALLEN = 0.5  # batch ESS that raises it
@@ -72,50 +74,66 @@ def exactly(seed: int) -> dict[str, float]:
     return {"ESS 1: variance with the optimal baseline over E[R]'s": fresh.least / fresh.plain} | found
 
 
-class Weighted(NamedTuple):
-    """Training with sequence weights. returns: exact, the start included, (R, K + 1). ess: of the batch before each
-    update, norm: of the update, (R, K) each."""
+class Followed(NamedTuple):
+    """Training by a proposal. returns: exact, the start included, (R, K + 1). ess: of the batch before each update."""
 
     returns: np.ndarray
     ess: np.ndarray
-    norm: np.ndarray
 
 
-def train_weighted(problem: Problem, cfg: simulate.SimConfig, runs: int, kind: Kind) -> Weighted:
-    """x += step_size times the mean over the batch of w (R - b) score, w untruncated; from the uniform policy.
+# of (pairs of a batch, policies): what moves the logits per unit of step size, (R, S, V), and the batch's ESS, (R,)
+Proposal = Callable[[np.ndarray, Policies], tuple[np.ndarray, np.ndarray]]
+
+
+def follow(problem: Problem, cfg: simulate.SimConfig, runs: int, propose: Proposal) -> Followed:
+    """Training from the uniform policy whose updates somebody else proposes; synced as `cfg.resync` says."""
+    rngs = simulate.generators(cfg.seed, range(runs))
+    trainer = sampler = simulate.init(rngs, problem, np.zeros(problem.shape), cfg).trainer
+    now, since = policies(trainer, sampler), 0
+    returns, sizes = [exact.expectation(problem, now.train, problem.reward)], []
+    for _ in range(cfg.steps):
+        pairs = draw(problem, now.rollout, np.stack([r.random((cfg.batch_size, problem.horizon)) for r in rngs]))
+        update, ess = propose(pairs, now)
+        trainer, since = trainer + cfg.step_size * update, since + 1
+        if cfg.resync(since, float(ess.mean()), 0.0):
+            sampler, since = trainer, 0
+        now = policies(trainer, sampler)
+        sizes.append(ess)
+        returns.append(exact.expectation(problem, now.train, problem.reward))
+    return Followed(np.array(returns).T, np.array(sizes).T)
+
+
+def along(table: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Sum of a table over the tokens of each drawn response. (R or 1, S, V), (R, N, T) -> (R, N)"""
+    run = np.arange(len(pairs))[:, None, None]
+    return np.where(pairs >= 0, table.reshape(len(table), -1)[run % len(table), pairs], 0.0).sum(axis=-1)
+
+
+def train_weighted(problem: Problem, cfg: simulate.SimConfig, runs: int, kind: Kind) -> tuple[Followed, np.ndarray]:
+    """The mean over the batch of w (R - b) score, w untruncated; and the norm of each update, (R, K).
 
     Args:
         kind: b is the batch's mean reward, the batch's own optimal baseline, or the exact optimal one (`spread`).
     """
-    rngs, (states, vocabulary) = simulate.generators(cfg.seed, range(runs)), problem.shape
-    x = sampler = simulate.init(rngs, problem, np.zeros(problem.shape), cfg).trainer
-    now, since, run = policies(x, sampler), 0, np.arange(runs)[:, None, None]
-    returns, sizes, norms = [exact.expectation(problem, now.train, problem.reward)], [], []
-    for _ in range(cfg.steps):
-        pairs = draw(problem, now.rollout, np.stack([r.random((cfg.batch_size, problem.horizon)) for r in rngs]))
+    norms = []
 
-        def along(table: np.ndarray, pairs: np.ndarray = pairs) -> np.ndarray:
-            return np.where(pairs >= 0, table.reshape(len(table), -1)[run % len(table), pairs], 0.0).sum(axis=-1)
-
-        log_weight, reward = along(now.train - now.rollout), along(problem.reward[None])
+    def propose(pairs: np.ndarray, now: Policies) -> tuple[np.ndarray, np.ndarray]:
+        log_weight, reward = along(now.train - now.rollout, pairs), along(problem.reward[None], pairs)
         weight = np.exp(log_weight)
-        share = np.ones_like(weight) if kind == "mean" else weight**2 * along(square(now.train))
+        share = np.ones_like(weight) if kind == "mean" else weight**2 * along(square(now.train), pairs)
         baseline = (share * reward).sum(axis=1, keepdims=True) / share.sum(axis=1, keepdims=True)
         if kind == "exact":
             each = [Policies(*three) for three in zip(*now, strict=True)]
             baseline = np.array([[spread(problem, three).optimal] for three in each])
         gain = np.broadcast_to((weight * (reward - baseline))[..., None], pairs.shape)[pairs >= 0]
-        at = (run * states * vocabulary + pairs)[pairs >= 0]
-        mass = np.bincount(at, gain, minlength=x.size).reshape(x.shape)
+        at = (np.arange(runs)[:, None, None] * problem.reward.size + pairs)[pairs >= 0]
+        mass = np.bincount(at, gain, minlength=now.train.size).reshape(now.train.shape)
         update = exact.centred(mass, np.exp(now.train)) / cfg.batch_size
-        sizes.append(estimators.ess(log_weight))
         norms.append(np.sqrt((update**2).sum(axis=(1, 2))))
-        x, since = x + cfg.step_size * update, since + 1
-        if cfg.resync(since, float(sizes[-1].mean()), 0.0):
-            sampler, since = x, 0
-        now = policies(x, sampler)
-        returns.append(exact.expectation(problem, now.train, problem.reward))
-    return Weighted(*(np.array(rows).T for rows in (returns, sizes, norms)))
+        return update, estimators.ess(log_weight)
+
+    done = follow(problem, cfg, runs, propose)
+    return done, np.array(norms).T
 
 
 def alarm(raised: np.ndarray) -> np.ndarray:
@@ -139,13 +157,14 @@ def trained(runs: int, fast: bool, seed: int) -> dict[str, object]:
     on = train("tree", replace(setting("tree", seed).cfg, steps=steps, resync=EveryK(1)), runs, 1000)
     for name, resync in (("never synced", cfg.resync), ("synced every 8", EveryK(8))):
         kinds: tuple[Kind, ...] = ("mean", "batch", "exact")
-        plain, *best = (train_weighted(problem, replace(cfg, resync=resync), runs, kind) for kind in kinds)
-        ends = [x.returns[:, -max(1, steps // 10) :].mean(axis=1) for x in (plain, *best)]
+        done = [train_weighted(problem, replace(cfg, resync=resync), runs, kind) for kind in kinds]
+        ends = [x.returns[:, -max(1, steps // 10) :].mean(axis=1) for x, _ in done]
         for kind, end in zip(kinds[1:], ends[1:], strict=True):
             gained = compared(difference, end, ends[0], paired=True)
             measured[f"tree, {name}: optimal baseline ({kind}) less mean reward"] = gained
         if name == "never synced":
-            ess, norm = alarm(plain.ess < FALLEN), alarm(plain.norm > GROWN * plain.norm[:, :1])
+            plain, norms = done[0]
+            ess, norm = alarm(plain.ess < FALLEN), alarm(norms > GROWN * norms[:, :1])
             failure = failure_steps(plain.returns, on.returns)
             early = [np.minimum(x, steps + 1) for x in (ess, norm, failure)]
             measured[ALARMS] = compared(difference, *early[:2], paired=True)

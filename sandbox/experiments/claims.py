@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from sandbox.errors import BadInput
 from sandbox.experiments import neighbours, remedies, sources
 from sandbox.experiments.verdicts import Claim, Outcome, Verdict
-from sandbox.output import report, run_folder
-from sandbox.output.plots import PARTS, STYLES, label, svg
+from sandbox.output import report, run_folder, theory_plots
+from sandbox.output.plots import STYLES, label, svg
 
 
 def sources_figure(ax: Axes, table: pl.DataFrame) -> Axes:
@@ -26,14 +26,6 @@ def sources_figure(ax: Axes, table: pl.DataFrame) -> Axes:
     ax.plot(table["step"], table["d"], ":", color="0.3", label="discrepancy d")
     ax.plot(table["step"], table["g"], color="#0072B2", label="lag g")
     ax.set(xlabel="optimiser updates", ylabel="RMS over states and tokens (nats)")
-    return ax
-
-
-def parts_figure(ax: Axes, table: pl.DataFrame) -> Axes:
-    """Size of the four parts of the bias over that of the gradient, against the horizon."""
-    for part, style in PARTS.items():
-        ax.plot(table["horizon"], table[part] / table["gradient"], label=part.replace("_", " "), **style)
-    ax.set(xlabel="horizon T (tokens)", ylabel="part of the bias over the gradient", xscale="log", ylim=(0, None))
     return ax
 
 
@@ -61,165 +53,87 @@ def phase_figure(ax: Axes, table: pl.DataFrame) -> Axes:
     """Share of the gain lost against T x KL, token and sequence TIS."""
     fresh = table.filter(pl.col("period") == 1)
     for (name, horizon), rows in fresh.group_by("correction", "horizon", maintain_order=True):
-        ax.plot(
-            rows["t_kl"],
-            rows["lost"],
-            "o-",
-            label=f"{label(str(name))}, T = {horizon}",
-            color=STYLES[str(name)]["color"],
-        )
+        named, color = f"{label(str(name))}, T = {horizon}", STYLES[str(name)]["color"]
+        ax.plot(rows["t_kl"], rows["lost"], "o-", label=named, color=color)
     ax.axvline(20, color="0.4", linewidth=0.8)
     ax.set(xlabel="T x KL at the start (nats)", ylabel="share of the on-policy gain lost", xscale="log")
     return ax
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "C1",
-        "The token error splits exactly into discrepancy and lag, t = d + g.",
-        "largest |d + g - t| is 0, in rational arithmetic",
-        0.0,
-        sources.token_error_splits,
-    ),
-    Claim(
-        "C2",
-        "d stays about constant through training while g grows between syncs.",
-        "largest change of any d between syncs is 0, and g grows from 0",
-        0.0,
-        sources.discrepancy_is_constant,
-        sources_figure,
-    ),
-    Claim(
-        "C3",
-        "d biases updates by a nearly fixed amount; centring removes its leading part."
-        " The verdict here depends on the drawn problem: LOG.md.",
-        "over 20 on-policy updates the cosine of the bias with the first is >= .9 and its size within [1/2, 2] of"
-        " it; what centring leaves of a small d is the other three parts to 1e-3",
-        0.9,
-        sources.discrepancy_bias,
-        parts_figure,
-    ),
-    Claim(
-        "C4",
-        "Lag alone closes a feedback loop; discrepancy alone adds a constant to every update."
-        " The verdict here depends on the drawn problem: LOG.md.",
-        "excess lag over the exactly corrected run has the sign of the linear loop on every preset, both signs occur,"
-        " and it is within 25 % of it while ESS >= 1/2; the excess of discrepancy grows as k^(1 +- .2), that of lag at"
-        " least as k^1.8",
-        0.25,
-        sources.lag_closes_a_loop,
-        loop_figure,
-    ),
-    Claim(
-        "C5",
-        "Importance weighting cuts the loop while the lag ratio is concentrated and fails at the step where its ESS"
-        " falls below one half.",
-        "median failure_step / ess_step of sequence weights: 95 % interval within [1/2, 2]",
-        2.0,
-        remedies.weighting_fails_at_half,
-    ),
-    Claim(
-        "C6",
-        "Under a stale sampler DLC keeps KL from on-policy training within twice that between two on-policy trainings.",
-        "upper 95 % limit of the ratio <= 2, for pi and for q, with one optimum and with sparse rewards",
-        2.0,
-        remedies.dlc_stays_near_on_policy,
-    ),
-    Claim(
-        "C7",
-        "Resync prevents collapses that per-token corrections and the KL on the sampler's prefixes miss."
-        " The verdict here depends on the drawn problem: LOG.md.",
-        "token TIS and DLC lose more than a tenth of the on-policy gain when never synced (lower 95 % limit) and less"
-        " when synced at ESS < 1/2 (upper limit), and the per-token KL is below .01 at ess_step, on both problems",
-        0.1,
-        remedies.resync_prevents,
-    ),
-    Claim(
-        "C8",
-        "CIS bounds the second moment by a constant, its bias comes only from the excess, and raising small weights"
-        " hurts.",
-        "E_q[w^2] <= e^cap and w = pi/q below the cap, for random policies; raising small weights lowers the final"
-        " return or objective (upper 95 % limit of the difference < 0) in every case",
-        0.0,
-        remedies.calibrated_weights,
-    ),
-    Claim(
-        "C9",
-        "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does not.",
-        "some problem, one designed for it included, loses more than half of the on-policy gain (lower 95 % limit)"
-        " under an offset of sd <= .05 nats",
-        0.5,
-        remedies.small_numerics_alone,
-    ),
-    Claim(
-        "C10",
-        "An exact sampler has train-sampler KL exactly 0 at every step.",
-        "largest |log pi - log q| before any update is 0",
-        0.0,
-        sources.exact_sampler_has_no_kl,
-    ),
-    Claim(
-        "C11",
-        "A correction that is stable under one source can fail under the other.",
-        "some correction loses less than a tenth of the on-policy gain under one source (upper 95 % limit) and more"
-        " under the other (lower limit)",
-        0.1,
-        remedies.source_by_correction,
-        source_figure,
-    ),
-    Claim(
-        "N1",
-        "Scaling the learning rate by ESS stabilises stale sequence weights (VCPO, arXiv 2602.17616).",
-        "with sequence TIS, lr x ESS ends above lr (lower 95 % limit > 0), synced as often as DLC does and a fourth as"
-        " often",
-        0.0,
-        neighbours.rate_times_ess,
-    ),
-    Claim(
-        "N2",
-        "Successive stale updates align, synchronous ones do not (GAC, arXiv 2603.01501).",
-        "mean cosine in the later half of training >= .5 when synced every 16 updates (lower 95 % limit) and <= .2 when"
-        " synced after every one (upper limit)",
-        0.5,
-        neighbours.stale_updates_align,
-    ),
-    Claim(
-        "N3",
-        "Staleness times learning rate decides (arXiv 2607.01083).",
-        "ess_step x eta varies by a factor of at most 1.25 over a sixteen-fold range of eta, mean field",
-        1.25,
-        neighbours.staleness_times_rate,
-    ),
-    Claim(
-        "N4",
-        "Without the trainer's log-probs at the sampler's weights the two factors entangle (arXiv 2605.12070).",
-        "two worlds that differ in what is lag show exactly the same pi and q",
-        0.0,
-        neighbours.not_identifiable,
-    ),
-    Claim(
-        "N5",
-        "Small numerics alone collapse training, a zero-mismatch engine does not (VeXact, arXiv 2605.14220).",
-        "those of C9 and C10",
-        math.nan,
-        neighbours.elsewhere,
-    ),
-    Claim(
-        "N6",
-        "Learning-rate decay suppresses mismatch (arXiv 2602.01826): the lag, not the discrepancy.",
-        "ten updates after a sync the rms of g grows as eta^(1 +- .1) and that of d not at all",
-        0.1,
-        neighbours.rate_and_sources,
-    ),
-    Claim(
-        "N7",
-        "T x KL near 20 kills sequence weights, token TIS survives it (mismatch-praxis).",
-        "sequence TIS first loses half of the on-policy gain at a T x KL within a factor 2 of 20",
-        2.0,
-        neighbours.sequence_weights_die,
-        phase_figure,
-    ),
-)
+    Claim("C1", "The token error splits exactly into discrepancy and lag, t = d + g.",
+          "largest |d + g - t| is 0, in rational arithmetic",
+          0.0, sources.token_error_splits),
+    Claim("C2", "d stays about constant through training while g grows between syncs.",
+          "largest change of any d between syncs is 0, and g grows from 0",
+          0.0, sources.discrepancy_is_constant, sources_figure),
+    Claim("C3", "d biases updates by a nearly fixed amount; centring removes its leading part. The verdict here"
+          " depends on the drawn problem: LOG.md.",
+          "over 20 on-policy updates the cosine of the bias with the first is >= .9 and its size within [1/2, 2] of"
+          " it; what centring leaves of a small d is the other three parts to 1e-3",
+          0.9, sources.discrepancy_bias, theory_plots.bias_by_horizon),
+    Claim("C4", "Lag alone closes a feedback loop; discrepancy alone adds a constant to every update. The verdict"
+          " here depends on the drawn problem: LOG.md.",
+          "excess lag over the exactly corrected run has the sign of the linear loop on every preset, both signs"
+          " occur, and it is within 25 % of it while ESS >= 1/2; the excess of discrepancy grows as k^(1 +- .2), that"
+          " of lag at least as k^1.8",
+          0.25, sources.lag_closes_a_loop, loop_figure),
+    Claim("C5", "Importance weighting cuts the loop while the lag ratio is concentrated and fails at the step where"
+          " its ESS falls below one half.",
+          "median failure_step / ess_step of sequence weights: 95 % interval within [1/2, 2]",
+          2.0, remedies.weighting_fails_at_half),
+    Claim("C6", "Under a stale sampler DLC keeps KL from on-policy training within twice that between two on-policy"
+          " trainings.",
+          "upper 95 % limit of the ratio <= 2, for pi and for q, with one optimum and with sparse rewards",
+          2.0, remedies.dlc_stays_near_on_policy),
+    Claim("C7", "Resync prevents collapses that per-token corrections and the KL on the sampler's prefixes miss. The"
+          " verdict here depends on the drawn problem: LOG.md.",
+          "token TIS and DLC lose more than a tenth of the on-policy gain when never synced (lower 95 % limit) and"
+          " less when synced at ESS < 1/2 (upper limit), and the per-token KL is below .01 at ess_step, on both"
+          " problems",
+          0.1, remedies.resync_prevents),
+    Claim("C8", "CIS bounds the second moment by a constant, its bias comes only from the excess, and raising small"
+          " weights hurts.",
+          "E_q[w^2] <= e^cap and w = pi/q below the cap, for random policies; raising small weights lowers the final"
+          " return or objective (upper 95 % limit of the difference < 0) in every case",
+          0.0, remedies.calibrated_weights),
+    Claim("C9", "Small token-level numerics alone, with zero lag, can collapse training, and an exact sampler does"
+          " not.",
+          "some problem, one designed for it included, loses more than half of the on-policy gain (lower 95 % limit)"
+          " under an offset of sd <= .05 nats",
+          0.5, remedies.small_numerics_alone),
+    Claim("C10", "An exact sampler has train-sampler KL exactly 0 at every step.",
+          "largest |log pi - log q| before any update is 0",
+          0.0, sources.exact_sampler_has_no_kl),
+    Claim("C11", "A correction that is stable under one source can fail under the other.",
+          "some correction loses less than a tenth of the on-policy gain under one source (upper 95 % limit) and more"
+          " under the other (lower limit)",
+          0.1, remedies.source_by_correction, source_figure),
+    Claim("N1", "Scaling the learning rate by ESS stabilises stale sequence weights (VCPO, arXiv 2602.17616).",
+          "with sequence TIS, lr x ESS ends above lr (lower 95 % limit > 0), synced as often as DLC does and a fourth"
+          " as often",
+          0.0, neighbours.rate_times_ess),
+    Claim("N2", "Successive stale updates align, synchronous ones do not (GAC, arXiv 2603.01501).",
+          "mean cosine in the later half of training >= .5 when synced every 16 updates (lower 95 % limit) and <= .2"
+          " when synced after every one (upper limit)",
+          0.5, neighbours.stale_updates_align),
+    Claim("N3", "Staleness times learning rate decides (arXiv 2607.01083).",
+          "ess_step x eta varies by a factor of at most 1.25 over a sixteen-fold range of eta, mean field",
+          1.25, neighbours.staleness_times_rate),
+    Claim("N4", "Without the trainer's log-probs at the sampler's weights the two factors entangle (arXiv"
+          " 2605.12070).",
+          "two worlds that differ in what is lag show exactly the same pi and q",
+          0.0, neighbours.not_identifiable),
+    Claim("N5", "Small numerics alone collapse training, a zero-mismatch engine does not (VeXact, arXiv 2605.14220).",
+          "those of C9 and C10",
+          math.nan, neighbours.elsewhere),
+    Claim("N6", "Learning-rate decay suppresses mismatch (arXiv 2602.01826): the lag, not the discrepancy.",
+          "ten updates after a sync the rms of g grows as eta^(1 +- .1) and that of d not at all",
+          0.1, neighbours.rate_and_sources),
+    Claim("N7", "T x KL near 20 kills sequence weights, token TIS survives it (mismatch-praxis).",
+          "sequence TIS first loses half of the on-policy gain at a T x KL within a factor 2 of 20",
+          2.0, neighbours.sequence_weights_die, phase_figure),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,10 @@ from sandbox.tabular.policy import policies_of
 from sandbox.tabular.problems import Case
 
 CORRECTIONS = ("none", "tis", "icepop", "cis", "dlc", "seq_is")
+KEYS = (
+    "return_train", "return_sampler", "ess", "renyi2", "kl_train_sampler", "kl_sampler_train",
+    "token_kl_on_sampler_prefixes", "gradient", "expected_update", "bias",
+)  # fmt: skip
 
 
 def summary(case: Case, with_matrices: bool = False) -> dict[str, Any]:
@@ -25,21 +29,11 @@ def summary(case: Case, with_matrices: bool = False) -> dict[str, Any]:
         BadInput: matrices of a problem too large for them.
     """
     policies = policies_of(case)
-    report = exact.report(case.problem, policies)
+    result = {name: value for name, value in vars(exact.report(case.problem, policies)).items() if name in KEYS}
+    for name in ("expected_update", "bias"):
+        result[name] = {correction: result[name][correction] for correction in CORRECTIONS}
     parts = bias.split(case.problem, policies.sync, -case.sampler_log_offset)
-    result = {
-        "return_train": report.return_train,
-        "return_sampler": report.return_sampler,
-        "ess": report.ess,
-        "renyi2": report.renyi2,
-        "kl_train_sampler": report.kl_train_sampler,
-        "kl_sampler_train": report.kl_sampler_train,
-        "token_kl_on_sampler_prefixes": report.token_kl_on_sampler_prefixes,
-        "gradient": report.gradient,
-        "expected_update": {name: report.expected_update[name] for name in CORRECTIONS},
-        "bias": {name: report.bias[name] for name in CORRECTIONS},
-        "discrepancy_bias": parts._asdict() | {"total": parts.total},
-    }
+    result["discrepancy_bias"] = parts._asdict() | {"total": parts.total}
     return result | ({"lag_matrices": matrices.eigenvalues(case.problem, policies.sync)} if with_matrices else {})
 
 

@@ -18,10 +18,10 @@ from sandbox.experiments import baseline
 from sandbox.experiments.verdicts import Outcome, compared, difference, judge, setting, train, updates
 from sandbox.metrics import estimators
 from sandbox.tabular import exact, simulate
-from sandbox.tabular.policy import ConstantOffset, Policies, draw, log_policy, policies
+from sandbox.tabular.policy import ConstantOffset, GivenOffset, Policies, log_policy, policies
 from sandbox.tabular.problems import PRESETS, Problem
 from sandbox.tabular.simulate import SimConfig
-from sandbox.theory import delay, levels
+from sandbox.theory import delay, lag, levels
 from sandbox.theory.collapse import var_threshold
 
 # what is applied of (update, the one before, batch ESS): (R, S, V), (R, S, V), (R,) -> (R, S, V)
@@ -45,7 +45,7 @@ def projected(update: np.ndarray, before: np.ndarray, ess: np.ndarray) -> np.nda
     return update - share[:, None, None] * before
 
 
-class Followed(NamedTuple):
+class Trained(NamedTuple):
     """final: mean return over the last tenth of the updates, (R,). cosine: of successive updates, (K - 1, R)."""
 
     final: np.ndarray
@@ -53,28 +53,23 @@ class Followed(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Followed:
+def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Trained:
     """Training with a step rule; `simulate.update` is the update that it is given."""
     problem, _ = setting(name, cfg.seed)
-    rngs = simulate.generators(cfg.seed, range(runs))
-    trainer = sampler = simulate.init(rngs, problem, np.zeros(problem.shape), cfg).trainer
-    now, before, since, run = policies(trainer, sampler), np.zeros_like(trainer), 0, np.arange(runs)[:, None, None]
-    returns, cosine = [], []
-    for _ in range(cfg.steps):
-        pairs = draw(problem, now.rollout, np.stack([r.random((cfg.batch_size, problem.horizon)) for r in rngs]))
-        lag = (now.train - now.sync).reshape(runs, -1)[run, pairs]
-        ess = estimators.ess(np.where(pairs >= 0, lag, 0.0).sum(axis=-1))
+    before, cosine = np.zeros((runs, *problem.shape)), []
+
+    def propose(pairs: np.ndarray, now: Policies) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal before
+        ess = estimators.ess(baseline.along(now.train - now.sync, pairs))
         update = simulate.update(problem, now, pairs, cfg)
         if cfg.penalty:
             update = update - cfg.penalty * np.stack([exact.kl_gradient(problem, train) for train in now.train])
-        trainer = trainer + cfg.step_size * rule(update, before, ess)
         cosine.append(_cosine(update, before))
-        before, since = update, since + 1
-        if cfg.resync(since, float(ess.mean()), 0.0):
-            sampler, since = trainer, 0
-        now = policies(trainer, sampler)
-        returns.append(exact.expectation(problem, now.train, problem.reward))
-    return Followed(np.mean(returns[-(cfg.steps // 10) :], axis=0), np.array(cosine[1:]))
+        applied, before = rule(update, before, ess), update
+        return applied, ess
+
+    returns = baseline.follow(problem, cfg, runs, propose).returns
+    return Trained(returns[:, -(cfg.steps // 10) :].mean(axis=1), np.array(cosine[1:]))
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -228,10 +223,8 @@ def rate_and_sources(threshold: float, fast: bool, seed: int = 0) -> Outcome:
     case, rows = PRESETS["machine"](seed), []
     problem, offset = case.problem, case.sampler_log_offset
     for eta in (0.00125, 0.0025, 0.005, 0.01, 0.02):
-        x = np.zeros(problem.shape)
-        for _ in range(10):
-            now = policies(case.sampler_logits + x, case.sampler_logits, offset)
-            x = x + eta * exact.expected_update(problem, now, CORRECTIONS["tis"], "normalised")
+        cfg = SimConfig(CORRECTIONS["tis"], discrepancy=GivenOffset(offset), step_size=eta, steps=10)
+        x = lag.path(problem, case.sampler_logits, cfg)[-1]
         pi, mu, q = policies(case.sampler_logits + x, case.sampler_logits, offset)
         rms = {name: float(np.sqrt((x**2).mean())) for name, x in (("d", mu - q), ("g", pi - mu))}
         rows.append({"eta": eta, **rms})

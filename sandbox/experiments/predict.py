@@ -128,7 +128,8 @@ def _simulated(
     on_policy = simulate.run(problem, logits, fresh, range(config.runs, 2 * config.runs)).table
     steps = np.sort(simulate.ess_steps(table, config.threshold)["ess_step"].to_numpy())
     quartiles = [float(steps[int(share * (len(steps) - 1))]) for share in (0.25, 0.75)]
-    fails = failure_steps(table, on_policy)["failure_step"].to_numpy()
+    # the first measurement is that after the first update
+    fails = 1 + collapse.failure_steps(*(x["return"].to_numpy().reshape(config.runs, -1) for x in (table, on_policy)))
     failure = {"simulated": _median(np.sort(fails)), "share": float(np.isfinite(fails).mean())}
     return {"simulated": _median(steps), "simulated_interval": quartiles}, failure
 
@@ -136,21 +137,6 @@ def _simulated(
 def _median(ordered: np.ndarray) -> float:
     """The upper median, so that inf counts as a number of updates like any other."""
     return float(ordered[len(ordered) // 2])
-
-
-def failure_steps(table: pl.DataFrame, on_policy: pl.DataFrame) -> pl.DataFrame:
-    """failure_step of every run of a simulation against simulated on-policy runs: `collapse.failure_step` of returns.
-
-    Args:
-        table, on_policy: of `simulate.run`, the same number of steps; two on-policy runs or more.
-    Returns: columns run, failure_step (updates; inf for none)
-    """
-    references = [one["return"].to_numpy()[:, None] for one in on_policy.partition_by("run")]
-    rows = [
-        {"run": one["run"][0], "failure_step": 1 + collapse.failure_step(one["return"].to_numpy()[:, None], references)}
-        for one in table.partition_by("run", maintain_order=True)
-    ]
-    return pl.DataFrame(rows)
 
 
 def measured(since_sync: pl.DataFrame, threshold: float, horizon: int) -> dict[str, Any]:

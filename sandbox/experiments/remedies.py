@@ -16,7 +16,6 @@ from sandbox.experiments.verdicts import (
     Outcome,
     compared,
     difference,
-    failure_steps,
     judge,
     median,
     setting,
@@ -28,6 +27,7 @@ from sandbox.output.plots import label
 from sandbox.tabular import exact
 from sandbox.tabular.policy import ConstantOffset, log_policy, policies
 from sandbox.tabular.problems import Problem
+from sandbox.theory.collapse import failure_steps
 
 RUNS = {False: 16, True: 4}  # by `fast`; the same everywhere, so that trainings are shared
 SETTINGS = ("penalised", "machine", "tree")

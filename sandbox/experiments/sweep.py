@@ -280,7 +280,7 @@ def _rows(
     sweep: SweepConfig, case: Case, cell: Cell, runs: range, against: Reference, trained: simulate.Result
 ) -> pl.DataFrame:
     returns = trained.table["return"].to_numpy().reshape(len(runs), -1)
-    fails = [1 + collapse.failure_step(x[:, None], [y[:, None] for y in against.returns]) for x in returns]
+    fails = 1 + collapse.failure_steps(returns, against.returns)  # the first measurement follows the first update
     last = trained.table.filter(pl.col("step") == sweep.steps)
     steps = simulate.ess_steps(trained.table, sweep.threshold)
     return steps.join(last, on="run", maintain_order="left").select(

@@ -1,7 +1,7 @@
 """What an experiment answers: a claim with its criterion, the row that a run of it fills in, intervals, read-offs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,6 @@ from sandbox.tabular import exact, problems, simulate
 from sandbox.tabular.policy import log_policy
 from sandbox.tabular.problems import Problem
 from sandbox.tabular.simulate import SimConfig
-from sandbox.theory import collapse
 
 Verdict = Literal["holds", "fails", "by construction", "not tested"]
 EXACT = (math.nan, math.nan)  # the interval of a number without noise
@@ -178,9 +177,3 @@ def train(problem_name: str, cfg: SimConfig, runs: int, first: int = 0) -> Train
     penalty = cfg.penalty * exact.kl(problem, log_policy(logits), uniform) if cfg.penalty else 0.0
     final = returns[:, -max(1, cfg.steps // 10) :].mean(axis=1) - penalty
     return Trained(returns, ess, token_kl, since_sync, state.syncs, logits, np.array(state.log_offset), final)
-
-
-def failure_steps(returns: np.ndarray, on_policy: np.ndarray) -> np.ndarray:
-    """`collapse.failure_step` of each run against all on-policy runs; inf for never. (R, K + 1), (m, K + 1) -> (R,)"""
-    references: Sequence[np.ndarray] = [run[:, None] for run in on_policy]
-    return np.array([collapse.failure_step(run[:, None], references) for run in returns])

@@ -28,6 +28,7 @@ STYLES: dict[str, dict] = {
     "cis": {"color": "#44AA99", "linestyle": (0, (3, 1))},
     "dlc": {"color": "#009E73", "linestyle": (0, (6, 1.5))},
 }
+SINCE, VARIANCE = "updates since the sync, k", "Var of the sequence log lag ratio (nats²)"  # axes
 PARTS: dict[str, dict] = {  # of a bias; tints of grey and blue, as they are no corrections
     "leading": {"color": "#222222", "linestyle": "-"},
     "within_token": {"color": "#777777", "linestyle": "--"},
@@ -59,8 +60,7 @@ def ess_curves(ax: Axes, tables: Mapping[str, pl.DataFrame], threshold: float = 
     Args:
         tables: correction -> columns step, ess; optional low and high (a band) and synced.
     """
-    ax.axhline(threshold, color="0.4", linewidth=0.8)
-    ax.text(0.99, threshold + 0.01, f"ESS = {threshold:g}", ha="right", va="bottom", fontsize=7, transform=across(ax))
+    level(ax, threshold, f"ESS = {threshold:g}")
     for correction, table in tables.items():
         style = STYLES[correction]
         ax.plot(table["step"], table["ess"], label=label(correction), linewidth=1.6, **style)
@@ -137,14 +137,8 @@ def variance_fit(
             a, b = fits[correction]
             ax.plot(table["k"], a * table["k"] ** 2 + b * table["k"], linewidth=1.2, **style)
     for value, name in ((math.log(2), "ln 2"), (used, "fitted below")):
-        ax.axhline(value, color="0.4", linewidth=0.8)
-        ax.text(0.99, value, name, ha="right", va="bottom", fontsize=7, transform=across(ax))
-    ax.set(
-        xlabel="updates since the sync, k",
-        ylabel="Var of the sequence log lag ratio (nats²)",
-        xscale="log",
-        yscale="log",
-    )
+        level(ax, value, name)
+    ax.set(xlabel=SINCE, ylabel=VARIANCE, xscale="log", yscale="log")
     return ax
 
 
@@ -237,11 +231,8 @@ def prediction(curve: list[dict], threshold: float) -> str:
         if name in table.columns:
             shown = table.filter(pl.col(name) > 0)
             ax.plot(shown["k"], shown[name], mark, markersize=3, linewidth=1.4, label=name.replace("_", " "))
-    ax.axhline(-math.log(threshold), color="0.4", linewidth=0.8)
-    text = f"ESS = {threshold:g}"
-    ax.text(0.99, -math.log(threshold), text, ha="right", va="bottom", fontsize=7, transform=across(ax))
-    ax.set(xlabel="updates since the sync, k", ylabel="Var of the sequence log lag ratio (nats²)")
-    ax.set(xscale="log", yscale="log")
+    level(ax, -math.log(threshold), f"ESS = {threshold:g}")
+    ax.set(xlabel=SINCE, ylabel=VARIANCE, xscale="log", yscale="log")
     ax.legend(fontsize=8)
     return svg(figure)
 
@@ -255,6 +246,7 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def across(ax: Axes):
-    """The transform in which x runs from 0 to 1 across the axes and y is data."""
-    return ax.get_yaxis_transform()
+def level(ax: Axes, y: float, name: str) -> None:
+    """A thin line across the axes at y, with its name at the right end."""
+    ax.axhline(y, color="0.4", linewidth=0.8)
+    ax.text(0.99, y, name, ha="right", va="bottom", fontsize=7, transform=ax.get_yaxis_transform())

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 
-from sandbox.output.plots import PARTS, STYLES, across, label
+from sandbox.output.plots import PARTS, SINCE, STYLES, VARIANCE, label, level
 from sandbox.theory import delay
 
 
@@ -50,7 +50,7 @@ def lag_growth(ax: Axes, table: pl.DataFrame) -> Axes:
     ax.plot(table["k"], table["lag_none"], label=label("none"), **STYLES["none"])
     ax.plot(table["k"], table["predicted"], color=STYLES["none"]["color"], linestyle=":", label="predicted")
     ax.plot(table["k"], table["lag_exact"], label="sequence IS, exact", **STYLES["seq_is"])
-    ax.set(xlabel="updates since the sync, k", ylabel="size of the lag (norm of the logits' change)")
+    ax.set(xlabel=SINCE, ylabel="size of the lag (norm of the logits' change)")
     ax.legend(fontsize=8)
     return ax
 
@@ -83,9 +83,8 @@ def worth(ax: Axes, ess: np.ndarray, efficiency: np.ndarray) -> Axes:
     """What a stale batch is worth (on-policy variance over its own) against its sequence ESS. (n,) each"""
     ax.plot([0, 1], [0, 1], color="0.6", linewidth=0.8)
     ax.plot(ess, efficiency, "o-", color="#0072B2", markersize=4)
-    ax.set(
-        xlabel="sequence ESS (fraction of n)", ylabel="variance, on-policy over weighted", xlim=(0, 1), ylim=(0, 1.05)
-    )
+    ax.set(xlabel="sequence ESS (fraction of n)", ylabel="variance, on-policy over weighted")
+    ax.set(xlim=(0, 1), ylim=(0, 1.05))
     return ax
 
 
@@ -121,9 +120,8 @@ def prediction_levels(ax: Axes, levels: Mapping[str, tuple[np.ndarray, float]]) 
     for (name, (curve, step)), style in zip(levels.items(), (":", "--", "-"), strict=True):
         says = f"{step:.0f}" if math.isfinite(step) else "none"
         ax.plot(np.arange(1, len(curve) + 1), curve, style, color="#0072B2", label=f"{name}: ess_step {says}")
-    ax.axhline(math.log(2), color="0.4", linewidth=0.8)
-    ax.text(0.99, math.log(2), "ESS = 1/2", ha="right", va="bottom", fontsize=7, transform=across(ax))
-    ax.set(xlabel="updates since the sync, k", ylabel="Var of the sequence log lag ratio (nats²)", ylim=(0, 2))
+    level(ax, math.log(2), "ESS = 1/2")
+    ax.set(xlabel=SINCE, ylabel=VARIANCE, ylim=(0, 2))
     ax.legend(fontsize=8)
     return ax
 

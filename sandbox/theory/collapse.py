@@ -218,3 +218,9 @@ def failure_step(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> float:
         if failed[step : step + LASTING].all():
             return float(step)
     return math.inf
+
+
+def failure_steps(returns: np.ndarray, on_policy: np.ndarray) -> np.ndarray:
+    """`failure_step` of each run against all on-policy runs, of exact returns; inf for never. (R, K), (m, K) -> (R,)"""
+    references = list(on_policy[:, :, None])
+    return np.array([failure_step(run[:, None], references) for run in returns])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -59,7 +60,7 @@ def test_failure_step_is_that_of_the_returns(outcome):
     cfg = predict.training(SMALL, 0.0)
     stale = simulate.run(problem, logits, cfg, range(4)).table
     fresh = simulate.run(problem, logits, replace(cfg, resync=EveryK(1)), range(4, 8)).table
-    steps = predict.failure_steps(stale, fresh)["failure_step"].to_list()
+    steps = (1 + collapse.failure_steps(*(x["return"].to_numpy().reshape(4, -1) for x in (stale, fresh)))).tolist()
     mean = np.mean([one["return"].to_numpy() for one in fresh.partition_by("run")], axis=0)
     for one, step in zip(stale.partition_by("run", maintain_order=True), steps, strict=True):
         assert math.isfinite(step)  # a stale sampler without correction loses this problem
@@ -69,19 +70,24 @@ def test_failure_step_is_that_of_the_returns(outcome):
     assert outcome["failure_step"] == {"simulated": sorted(steps)[2], "share": 1.0}
 
 
-def test_failure_step_is_a_number_of_updates():
-    """Rows begin after the first update: a drop in the row of update 4 is failure_step 4."""
+def test_failure_step_is_a_number_of_updates(monkeypatch):
+    """Rows begin after the first update: where the fourth row is the first that is low, failure_step is 4."""
     k = np.arange(1, 13)
+    fresh = np.stack([0.5 + 0.01 * k, 0.502 + 0.01 * k])
+    stale = np.stack([0.5 + 0.01 * k - 0.1 * (k >= 4), 0.501 + 0.01 * k])
+    assert collapse.failure_steps(stale, fresh).tolist() == [3.0, math.inf]
+    runs = iter([stale, fresh])
 
-    def table(run: int, returns: np.ndarray) -> pl.DataFrame:
-        return pl.DataFrame({"run": run, "step": k, "return": returns})
+    def run(problem, logits, cfg, seeds):
+        table = pl.DataFrame({"run": np.repeat([0, 1], 12), "step": np.tile(k, 2), "return": next(runs).ravel()})
+        return SimpleNamespace(table=table)
 
-    fresh = pl.concat([table(0, 0.5 + 0.01 * k), table(1, 0.502 + 0.01 * k)])
-    stale = pl.concat([table(5, 0.5 + 0.01 * k - 0.1 * (k >= 4)), table(7, 0.501 + 0.01 * k)])
-    assert predict.failure_steps(stale, fresh).to_dicts() == [
-        {"run": 5, "failure_step": 4.0},
-        {"run": 7, "failure_step": math.inf},
-    ]
+    steps = pl.DataFrame({"ess_step": [2.0, 3.0]})
+    monkeypatch.setattr(predict, "simulate", SimpleNamespace(run=run, ess_steps=lambda table, threshold: steps))
+    told = predict.tabular(replace(SMALL, steps=12, runs=2))
+    assert told["failure_step"] == {"simulated": math.inf, "share": 0.5}
+    runs = iter([stale[[0, 0]], fresh])
+    assert predict.tabular(replace(SMALL, steps=12, runs=2))["failure_step"] == {"simulated": 4.0, "share": 1.0}
 
 
 def test_a_threshold_and_a_horizon_are_parameters():
