@@ -70,7 +70,7 @@ def train(
         run = underway.begin(config, llm, learner, folder)
         for step in range(run.step, config.steps):
             clock = time.perf_counter()
-            problems, rollout = underway.next_batch(config, llm, learner, run)
+            problems, rollout = underway.next_batch(run)
             sampled = time.perf_counter()
             rewards = _rewards(learner, problems, rollout, step)
             advantage = normalised(rewards, rollout.prompt_index)
@@ -79,7 +79,7 @@ def train(
             corrected = config.correction(batch)
             row = {"step": step, "loss": 0.0}
             row |= record.measured(batch, rollout, rewards, corrected.keep)
-            row |= _state(config, llm, learner, run, held_out, step)
+            row |= _state(run, held_out, step)
             record.write_rollouts(folder, step, batch, rollout, rewards)
             updating = time.perf_counter()
             # where every token is rejected there is no gradient, and AdamW's momentum must not move the weights alone
@@ -92,15 +92,15 @@ def train(
             )
             row |= {"seconds_sampling": sampled - clock, "seconds_update": time.perf_counter() - updating}
             if row["synced"]:
-                underway.sync_now(config, llm, learner, run, version=step + 1)
+                underway.sync_now(run, version=step + 1)
             row |= {"seconds": time.perf_counter() - clock}
             run.rows.append(row)
             run_folder.write_table(folder / "steps.parquet", pl.DataFrame(run.rows, infer_schema_length=None))
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                underway.save(folder, learner, run, step + 1)
+                underway.save(run, folder, step + 1)
             progress(row)
         # the state after the last update: what the probe and the held-out problems say of it
-        last = {"step": config.steps, "synced": False} | _state(config, llm, learner, run, held_out, config.steps)
+        last = {"step": config.steps, "synced": False} | _state(run, held_out, config.steps)
         steps = pl.DataFrame([*run.rows, last], infer_schema_length=None)
         run_folder.write_table(folder / "steps.parquet", steps)
         outcome |= {name: sum(row[key] for row in run.rows) for name, key in COUNTED.items()}
@@ -190,26 +190,21 @@ def _reward(learner: Learner, problem: tasks.Problem, response_ids: list[int]) -
     return problem.reward(response_ids, learner.tokenizer)
 
 
-def _passes(
-    config: RunConfig, llm: Any, learner: Learner, run: Run, held_out: list[tasks.Problem], version: int
-) -> list[float]:
+def _passes(run: Run, held_out: list[tasks.Problem], version: int) -> list[float]:
     """Of each held-out problem the probability of passing; where a verifier scores, one response's reward instead."""
     if all(problem.score is None for problem in held_out):
-        return policy.pass_probability(learner.model, held_out, learner.tokenizer).tolist()
-    rollout = underway.of_live(config, llm, learner, run, held_out, version)
-    return _rewards(learner, held_out, rollout, version).tolist()
+        return policy.pass_probability(run.learner.model, held_out, run.learner.tokenizer).tolist()
+    return _rewards(run.learner, held_out, underway.of_live(run, held_out, version), version).tolist()
 
 
-def _state(
-    config: RunConfig, llm: Any, learner: Learner, run: Run, held_out: list[tasks.Problem], version: int
-) -> dict:
+def _state(run: Run, held_out: list[tasks.Problem], version: int) -> dict:
     return {
         "version_train": version,
         "version_rollout": run.at_sync.version,
         "steps_since_sync": version - run.at_sync.version,
         "sync_max_difference": run.at_sync.max_difference,
-        "pass_probability": _passes(config, llm, learner, run, held_out, version),
-        **probe_lag(learner, run.probe, version),
+        "pass_probability": _passes(run, held_out, version),
+        **probe_lag(run.learner, run.probe, version),
     }
 
 

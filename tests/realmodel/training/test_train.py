@@ -14,9 +14,10 @@ import torch
 from realmodel.engine import sampler
 from realmodel.engine.sampler import EngineConfig
 from realmodel.policy import model as policy
+from realmodel.policy import tasks
 from realmodel.policy.align import Rollout, pad, predicted_by
 from realmodel.studies import compare
-from realmodel.training import train
+from realmodel.training import train, underway
 from realmodel.training.train import RunConfig
 from sandbox.corrections import CORRECTIONS, PRESETS, EveryK, Never
 from sandbox.errors import BadInput
@@ -300,3 +301,36 @@ def test_centring_over_the_top_of_all_tokens_is_the_whole_vocabularys(learner, f
 def test_settings_of_the_update_that_are_refused(change, message):
     with pytest.raises(BadInput, match=message):
         replace(TINY, **change)
+
+
+def test_the_pass_rate_of_a_scored_task_is_sampled_from_the_live_weights(llm, learner, tmp_path, monkeypatch):
+    """One response a held-out problem from the live weights; then the engine has the weights of its last sync back."""
+    task = tasks.get(TINY.task)
+
+    def draw(rng):
+        return replace(task.draw(rng), score=lambda text, answer: float(text == answer))
+
+    monkeypatch.setitem(tasks.TASKS, task.name, replace(task, draw=draw))
+    zero = policy.snapshot(learner.model)
+    drawn, of_live = [], underway.of_live
+
+    def watched(run, problems, version):
+        rollout = of_live(run, problems, version)
+        drawn.append((rollout, at(run.learner, rollout, policy.snapshot(run.learner.model))))
+        return rollout
+
+    monkeypatch.setattr(underway, "of_live", watched)
+    steps = train.train(replace(TINY, learning_rate=1e-2, warmup=0), llm, learner, tmp_path / "run")
+    assert [len(passed) for passed in steps["pass_probability"].to_list()] == [TINY.held_out] * 4
+    assert len(drawn) == 4
+    for step, ((rollout, live), passed) in enumerate(zip(drawn, steps["pass_probability"].to_list(), strict=True)):
+        sampled = np.concatenate(rollout.logp)
+        np.testing.assert_allclose(sampled, live, atol=1e-4)
+        if step:
+            assert np.abs(sampled - at(learner, rollout, zero)).max() > 1e-2  # the lag, not rounding
+        rewards = [float(ids[0] % 3) - 0.5 * (len(ids) > 8) for ids in rollout.response_ids]
+        assert passed == rewards
+    # the batches are still drawn from version 0
+    assert steps["version_rollout"].to_list() == [0] * 4
+    assert np.sqrt(steps["discrepancy"].drop_nulls()).max() <= 1e-5  # type: ignore[operator]
+    assert steps["lag"][2] > 1e-4
