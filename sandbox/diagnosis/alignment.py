@@ -37,8 +37,8 @@ def refusals(evidence: Evidence) -> Iterator[Finding]:
 
 
 MENDS = {
-    "ids_differ": "sampler and trainer saw different token ids: train on the sampled ids, never on retokenised text",
-    "lengths_differ": "columns of one row have different lengths: never pad log-probabilities to the length of ids",
+    "ids_differ": "sampler and trainer saw different token ids: train on the sampled ids, not on retokenised text",
+    "lengths_differ": "columns of one row have different lengths: do not pad log-probabilities to that of the ids",
     "nonfinite": "nan in a counted token, or a drawn token of probability 0: the logits were garbage; find the step",
     "positive_logprob": "log-probabilities above 0: logits were stored, or another axis was normalised",
     "placeholder": "numbers that stand for no value (0.0, 1, -9999) are counted: mask them (a re-added EOS too)",
@@ -96,10 +96,9 @@ def misaligned(ref: Reference) -> list[Finding]:
         again |= set().union(*shifted.values())  # cut anew near their start
         share = len(again) / n
         numbers = {"share_of_responses": share, "responses": len(again), "n_responses": n, "basis": ref.basis}
-        message = (
-            f"{len(again)} of {n} responses agree up to some token and after it only when moved by one or two: the"
-        )
-        message += " trainer tokenised the text anew. Train on the sampled ids, never on text that was encoded again"
+        message = f"the trainer tokenised the text of {len(again)} of {n} responses anew: they agree up to some token,"
+        message += " and then only when moved by one or two. Train on the sampled ids, not on text that was encoded"
+        message += " again"
         found.append(Finding("retokenised", "error" if share > FEW else "warning", message, numbers))
     return found
 

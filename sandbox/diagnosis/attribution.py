@@ -86,10 +86,8 @@ def versions(evidence: Evidence) -> tuple[dict, list[Finding]]:
     }
     found = []
     if known < evidence.n_tokens:
-        message = f"{evidence.n_tokens - known} of {evidence.n_tokens} tokens have no version of the sampler or of the"
-        message += (
-            " trainer: their lag is unknown, not 0. Stamp every token when it is drawn; --lag N states one for all"
-        )
+        message = f"{evidence.n_tokens - known} of {evidence.n_tokens} tokens have no version: their lag is unknown,"
+        message += " not 0. Stamp every token when it is drawn; --lag N states one for all"
         numbers = {
             "coverage": staleness["coverage"],
             "n_tokens": evidence.n_tokens,
@@ -97,18 +95,16 @@ def versions(evidence: Evidence) -> tuple[dict, list[Finding]]:
         }
         found.append(Finding("missing_version", "warning", message, numbers))
     if mixed.any():
-        message = (
-            f"{int(mixed.sum())} of {len(mixed)} responses were drawn by more than one version (partial rollouts):"
-        )
-        message += " their lag is per token, and a response's last version says too little"
+        message = f"more than one version drew {int(mixed.sum())} of {len(mixed)} responses (partial rollouts): their"
+        message += " lag is per token, and a response's last version says too little"
         numbers = {"share_of_responses": float(mixed.mean()), "n_responses": len(mixed)}
         found.append(Finding("mixed_versions", "info", message, numbers))
     steps, trained = r["step"], r["version_train"]
     seen = steps >= 0
     if seen.any() and len(np.unique(steps[seen])) >= 3 and (trained[seen] == trained[seen][0]).all():
         if trained[seen][0] != MISSING:
-            message = "version_train stays the same while the step moves: it does not count updates, so no lag can be"
-            message += " read off it. Stamp the version that consumes the response, at the update that does"
+            message = "version_train stays the same while the step moves, so it does not count updates and no lag can"
+            message += " be read off it. Stamp the version that consumes the response"
             numbers = {"version_train": int(trained[seen][0]), "n_steps": len(np.unique(steps[seen]))}
             found.append(Finding("stuck_version", "warning", message, numbers))
     return staleness, found
@@ -122,8 +118,8 @@ def clip_budget(ref: Reference) -> tuple[dict, Finding | None]:
     numbers["basis"] = ref.basis
     if ref.basis == "logp_train" or not share >= 0.005:
         return numbers, None
-    message = f"{share:.1%} of the tokens are outside the clip band {CLIP[0]} to {CLIP[1]} by numerics alone: the trust"
-    message += " region is spent before the first update. Anchor the clip at the trainer (old), not at the sampler"
+    message = f"numerics alone put {share:.1%} of the tokens outside the clip band {CLIP[0]} to {CLIP[1]}. Anchor the"
+    message += " clip at the trainer (old), not at the sampler"
     return numbers, Finding("clip_budget", "warning", message, numbers)
 
 
@@ -152,5 +148,5 @@ def mixture_tail(ref: Reference) -> Finding | None:
         "n_tokens": len(d),
     }
     message = f"a mixture: 1% of the tokens hold {share:.0%} of the mean square (MoE routing, kernels that switch)."
-    message += " Replay the routing or mask those tokens; subtracting a mean would move the clean ones"
+    message += " Replay the routing or mask those tokens. Do not subtract an average: it would move the clean tokens"
     return Finding("mixture_tail", "warning", message, numbers)

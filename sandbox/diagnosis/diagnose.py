@@ -47,10 +47,8 @@ def outcome(evidence: Evidence) -> dict[str, Any]:
     budget, clip = attribution.clip_budget(ref)
     findings = [*semantics.findings(evidence, ref), *of_versions]
     profile: dict = {}
-    if not any(
-        f.severity == "error" and f.code in ("shift", "retokenised", "temperature", "truncated_support")
-        for f in findings
-    ):
+    unlike = ("shift", "retokenised", "temperature", "truncated_support")  # columns of unlike things
+    if not any(f.severity == "error" and f.code in unlike for f in findings):
         profile, drifting = drift.drift(evidence, ref)
         findings += [*drifting, *(f for f in (attribution.mixture_tail(ref), clip) if f is not None)]
     sizes = judgement.ess(evidence, resynced)
@@ -119,12 +117,9 @@ def _discarded(evidence: Evidence) -> Finding | None:
     if not len(evidence.empty):
         return None
     kept = float(evidence.responses["length"].mean()) if len(evidence.responses["n"]) else math.nan
-    dropped, share = (
-        float(evidence.empty.mean()),
-        len(evidence.empty) / (len(evidence.empty) + len(evidence.responses["n"])),
-    )
-    numbers = {"share_of_responses": share, "mean_length_dropped": dropped, "mean_length_kept": kept}
-    numbers["n_responses"] = len(evidence.empty) + len(evidence.responses["n"])
+    n = len(evidence.empty) + len(evidence.responses["n"])
+    dropped, share = float(evidence.empty.mean()), len(evidence.empty) / n
+    numbers = {"share_of_responses": share, "mean_length_dropped": dropped, "mean_length_kept": kept, "n_responses": n}
     biased = share > semantics.FEW and abs(math.log((dropped + 1) / (kept + 1))) > math.log(1.25)
     message = f"{len(evidence.empty)} responses are masked throughout and count nowhere (n, ESS, chi2)"
     if biased:
@@ -137,8 +132,8 @@ def _zeros(evidence: Evidence) -> Finding | None:
     zeros = int(evidence.responses["zeros"].sum())
     if not zeros:
         return None
-    message = f"{zeros} drawn tokens have probability 0 under the trainer: their responses have weight 0 and stay in n;"
-    message += " mean squares and KL leave the tokens out"
+    message = f"{zeros} drawn tokens have probability 0 under the trainer: their responses have weight 0 and stay in n."
+    message += " Mean squares and KL leave those tokens out"
     return Finding("zero_probability", "warning", message, {"tokens": zeros, "n_tokens": evidence.n_tokens})
 
 
@@ -154,7 +149,10 @@ def advice(
     """What to do, most important first; a person stops reading after three."""
     said = [finding.message for finding in findings if finding.severity == "error"]
     if verdict == "semantics":
-        return [*said, "Correct nothing and compare no KL before this is mended: the ratios are of unlike things."]
+        return [
+            *said,
+            "Mend this first: the ratios compare unlike things. Until then do not correct them and do not read the KL.",
+        ]
     if verdict == "not_identifiable":
         said.append(
             "Numerics and lag cannot be told apart: record logp_sync (the trainer at the sampler's weights), or"
@@ -162,11 +160,11 @@ def advice(
         )
     if verdict == "numerics":
         said.append(
-            "Numerics: compare the engines at one set of weights (log-softmax and lm_head in float32 on both sides"
-            " alike: on one alone it grows), then correct the discrepancy."
+            "Numerics: compare the engines at one set of weights. Use float32 for log-softmax and lm_head on both sides"
+            " (on one side alone the difference grows). Then correct the discrepancy."
         )
     if verdict == "lag":
-        said.append("Lag: sync more often, or lower the learning rate; the engines agree better than the weights do.")
+        said.append("Lag: sync more often, or lower the learning rate. The engines differ less than the weights do.")
     period = prediction["sync_period"]
     if math.isfinite(period):
         said.append(
@@ -185,14 +183,11 @@ def advice(
         )
     after = sizes.get("sequence_after_mean")
     codes = {finding.code for finding in findings}
-    if (
-        after
-        and after["raw"] > sizes["sequence"]["raw"] + 0.1
-        and not codes & {"mixture_tail", "discrepancy_not_constant"}
-    ):
+    constant = not codes & {"mixture_tail", "discrepancy_not_constant"}
+    if after and constant and after["raw"] > sizes["sequence"]["raw"] + 0.1:
         said.append(
-            f"A constant offset of {after['mean_nats']:.2g} nats a token hurts through lengths: without it the"
-            f" sequence ESS is {after['raw']:.2f} instead of {sizes['sequence']['raw']:.2f}."
+            f"A constant offset of {after['mean_nats']:.2g} nats a token adds up over a response: without it the"
+            f" sequence ESS would be {after['raw']:.2f}, not {sizes['sequence']['raw']:.2f}."
         )
     if levels["group"] is not None:
         said.append(

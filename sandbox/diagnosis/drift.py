@@ -63,8 +63,8 @@ def _constancy(
     if not varying:
         return profile, None
     parts = [f"{name} (x {profile[name]['ratio_of_mean_squares']:.2g})" for name in varying]
-    message = f"the discrepancy is not constant: its mean square changes with {', '.join(parts)}. A constant subtracted"
-    message += " from it is wrong; " + " ".join(HINTS[name] for name in varying)
+    message = f"the discrepancy is not constant: its mean square changes with {', '.join(parts)}. Do not subtract a"
+    message += " constant: " + " ".join(HINTS[name] for name in varying)
     severity = "info" if {*varying} <= {"surprise", "entropy"} else "warning"
     return profile, Finding("discrepancy_not_constant", severity, message, {name: profile[name] for name in varying})
 
@@ -196,11 +196,9 @@ def _sawtooth(step: np.ndarray, level: np.ndarray, ref: Reference) -> Finding | 
         "n_responses": len(step),
         "basis": ref.basis,
     }
-    message = (
-        "hidden staleness: where the lag is declared 0 the mismatch grows from step to step and falls back at steps"
-    )
-    message += f" {', '.join(map(str, numbers['resets_at_step'][:4]))}: weights arrive only then. Check that the engine"
-    message += " applies every published version, and that caches are dropped when it does"
+    message = "hidden staleness: the lag is declared 0, but the mismatch grows from step to step and falls back at"
+    message += f" steps {', '.join(map(str, numbers['resets_at_step'][:4]))}: weights arrive only then. Check that the"
+    message += " engine applies every published version and drops its caches when it does"
     return Finding("hidden_staleness", "error", message, numbers)
 
 
@@ -236,10 +234,8 @@ def _stale_rows(evidence: Evidence, ref: Reference, which: np.ndarray, level: np
         "basis": ref.basis,
     }
     message = f"hidden staleness: {high.mean():.0%} of the responses that declare lag 0 differ at most of their tokens,"
-    message += " the others of the same steps do not: they were drawn with older weights (a version published before it"
-    message += (
-        " was applied, or a prefix cache that outlived its weights). Stamp what is applied; drop caches on update"
-    )
+    message += " the others of the same steps do not: older weights drew them (a version published before it was"
+    message += " applied, or a prefix cache that outlived its weights). Stamp what is applied; drop caches on update"
     return Finding("hidden_staleness", "error", message, numbers)
 
 

@@ -223,19 +223,15 @@ def alarms(evidence: Evidence, sizes: dict) -> list[Finding]:
     found, sequence = [], sizes["sequence"]
     n, raw, k = sequence["n"], sequence["raw"], sequence["pareto_k"]
     if k > sequence["pareto_k_limit"]:
-        message = (
-            f"Pareto k of the sequence weights is {k:.2f}, above {sequence['pareto_k_limit']:.2f} for n = {n}: the"
-        )
-        message += " true ESS is lower than the sample's, and means of weights are not to be trusted"
+        message = f"Pareto k of the sequence weights is {k:.2f}, limit {sequence['pareto_k_limit']:.2f} at n = {n}: the"
+        message += " true ESS is lower, and means of weights cannot be trusted"
         found.append(Finding("heavy_tail", "warning", message, {"pareto_k": k, "n": n, "unit": "sequence"}))
     if n < 256:
         message = f"{n} responses: a sample ESS flatters, the more so the fewer there are; use 1,024 or more"
         found.append(Finding("small_sample", "info" if n >= 64 else "warning", message, {"n": n, "unit": "sequence"}))
     if raw < COLLAPSED_ESS:
-        message = (
-            f"raw sequence ESS is {raw:.3g} of n = {n}, below 1/2: a batch is worth less than half a fresh one; sync"
-        )
-        message += " more often if it is lag, mend the engines if it is numerics"
+        message = f"the raw sequence ESS is {raw:.3g} of n = {n}, below 1/2: sync more often if the cause is lag, align"
+        message += " the engines if it is numerics"
         numbers = {"ess": raw, "interval": sequence["interval"], "n": n, "stage": "raw", "ratio": "pi/q"}
         found.append(Finding("ess_collapse", "warning", message, numbers))
     ranks = evidence.responses["rank"]
@@ -243,10 +239,8 @@ def alarms(evidence: Evidence, sizes: dict) -> list[Finding]:
         t = evidence.responses["t"]
         mean = float(np.mean([float(estimators.ess(t[ranks == name])) for name in names]))
         if abs(mean - raw) > 0.02 * raw:
-            message = (
-                f"the mean of the {len(names)} ranks' ESS is {mean:.3g}, that of all responses {raw:.3g}: gather the"
-            )
-            message += " log weights, never average ranks"
+            message = f"the mean of the {len(names)} ranks' ESS is {mean:.3g}, that of all responses is {raw:.3g}:"
+            message += " gather the log weights, do not average ranks"
             numbers = {"mean_of_ranks": mean, "global": raw, "n_ranks": len(names), "n": n, "unit": "sequence"}
             found.append(Finding("per_rank_ess", "info", message, numbers))
     return found
@@ -282,9 +276,7 @@ def prediction_failed(steps: list[dict]) -> Finding | None:
         "lowest_ess_token_until_then": min(row["ess_token"] for row in rows[: fell + 1]),
         "n_steps": len(rows),
     }
-    message = f"the reward fell from {smooth[top]:.3g} to {smooth[last]:.3g} around step {rows[fell]['step']} while the"
-    message += (
-        f" sequence ESS never passed below {ess_before:.3g}: the ESS did not predict this collapse. Look at what a"
-    )
+    message = f"the reward fell from {smooth[top]:.3g} to {smooth[last]:.3g} around step {rows[fell]['step']}, but the"
+    message += f" sequence ESS stayed above {ess_before:.3g}: the ESS did not predict this collapse. Look at what a"
     message += " ratio does not see: the reward, entropy, the learning rate, the clip, the KL to the reference"
     return Finding("prediction_failed", "error", message, numbers)

@@ -47,8 +47,7 @@ def greedy(evidence: Evidence) -> Finding | None:
     share = float(cold.mean()) if len(cold) else 0.0
     if not share:
         return None
-    message = "responses drawn at temperature 0 are greedy: log-probabilities are untempered and importance ratios mean"
-    message += " nothing; sample at a temperature above 0, or leave these responses out of training"
+    message = "temperature 0 is greedy: importance ratios mean nothing; sample above 0, or leave these responses out"
     numbers = {"share_of_responses": share, "n_responses": len(cold)}
     return Finding("temperature", "error" if share > FEW else "warning", message, numbers)
 
@@ -106,10 +105,8 @@ def temperature(evidence: Evidence, ref: Reference) -> list[Finding]:
         who, means = _drawn_by(ref)
         if who != "trainer" or len(q) < 50:
             return []
-        message = "the sampler reports log-probabilities of another distribution than it drew from, and the trainer's"
-        message += (
-            " are of the one it drew from: have it report processed ones (vLLM: logprobs_mode processed_logprobs)"
-        )
+        message = "the sampler reports other log-probabilities than it drew from; the trainer's are those it drew"
+        message += " from: have the sampler report processed ones (vLLM: logprobs_mode processed_logprobs)"
         return [Finding("raw_logprobs", "error", message, means | {"explained_share_of_variance": explained})]
     ratio = 1 / (1 + slope)
     numbers = {
@@ -135,13 +132,13 @@ def _temperature(evidence: Evidence, ref: Reference, ratio: float, numbers: dict
     declared = _one_value(evidence.responses["temperature"])
     who, means = _drawn_by(ref)
     numbers |= {"declared_temperature": declared} | means
-    message = f"trainer and sampler differ by a temperature: log p is about log q / {ratio:.2f}; temper both engines'"
-    message += " logits alike before any correction"
+    message = f"log p is about log q / {ratio:.2f}: the engines divide logits by different temperatures; use one"
+    message += " temperature"
     found = [Finding("temperature", "error", message, numbers)]
     if not who and declared not in (None, 0.0, 1.0):
         who = "trainer" if (ratio < 1) == (declared < 1) else "sampler"  # whose temperature is the declared one
     if who == "trainer":
-        message = f"the sampler reports raw log-probabilities (temperature 1) of tokens drawn at {ratio:.2f}: have it"
+        message = f"the sampler reports raw log-probabilities of tokens drawn at temperature {ratio:.2f}: have it"
         message += " report processed ones (vLLM: logprobs_mode processed_logprobs)"
         found.append(Finding("raw_logprobs", "error", message, numbers))
     return found
@@ -205,11 +202,10 @@ def truncated_support(evidence: Evidence, ref: Reference) -> Finding | None:
         "basis": ref.basis,
         "n_tokens": len(d),
     }
-    message = f"truncated support: trainer over sampler is the kept mass, {kept:.3f} on average and below 1 at almost"
-    message += (
-        " every token; renormalise the trainer over the sampler's support (vLLM: return_sampling_mask), or sample"
-    )
-    message += " with top_p 1 and no top_k. Never subtract a mean: the kept mass varies by prefix"
+    message = f"truncated support: the sampler drew from a part of the vocabulary that holds {kept:.3f} of the"
+    message += " probability. Renormalise the trainer over the same part (vLLM: return_sampling_mask), or sample with"
+    message += " top_p 1 and no top_k. Do not subtract an average: the kept probability mass differs from prefix to"
+    message += " prefix"
     return Finding("truncated_support", "error", message, numbers)
 
 
@@ -221,8 +217,8 @@ def declared_but_absent(evidence: Evidence, ref: Reference) -> Finding | None:
     ratio, error = mean_and_error(ref.tokens, np.expm1(np.minimum(ref.d, 10.0)))
     if abs(ratio) > max(3 * error, 0.003):
         return None
-    message = "the draws were cut (top-p or top-k is declared) but neither engine's log-probabilities show it: the"
-    message += " ratio is not that of the distribution that drew, unless both were renormalised over one support"
+    message = "top-p or top-k is declared, but no engine's log-probabilities show it: the ratio is not that of the"
+    message += " distribution that was drawn from, unless both engines renormalised over one support"
     numbers = {"mean_ratio_trainer_over_sampler": 1 + ratio, "standard_error": error, "n_tokens": len(cut)}
     return Finding("raw_logprobs", "warning", message, numbers)
 
@@ -255,10 +251,8 @@ def low_precision_grid(ref: Reference) -> Finding | None:
                 "share_of_mean_square_explained": min(rounding / squares, 1.0) if squares else None,
                 "n_tokens": len(values),
             }
-            message = f"{name} log-probabilities lie on the {kind} grid: between 1 and 2 nats they are known to"
-            message += (
-                f" {2.0**-bits:.2g} only; compute log-softmax in float32 and store float32, in both engines alike"
-            )
+            message = f"{name} log-probabilities lie on the {kind} grid, {2.0**-bits:.2g} apart between 1 and 2 nats:"
+            message += " compute log-softmax in float32 and store float32, in both engines"
             return Finding("low_precision_grid", "warning", message, numbers)
     return None
 
@@ -280,7 +274,7 @@ def recomputed_old(evidence: Evidence) -> Finding | None:
         numbers = {"column": f"logp_{name}", "share_equal_to_logp_train": share, "n_stale_tokens": int(here.sum())}
         numbers["mean_lag_versions"] = float(sample.lag[here].mean())
         message = f"logp_{name} of stale tokens equals logp_train: it was recomputed at the current weights (or the"
-        message += " learning rate is 0); the lag hides in old over rollout. Record it when the sample is drawn"
+        message += " learning rate is 0), which hides the lag. Record it when the sample is drawn"
         return Finding("recomputed_old", "warning", message, numbers)
     return None
 
@@ -306,6 +300,6 @@ def double_correction(evidence: Evidence) -> Finding | None:
         "rms_if_applied_twice_nats": 2 * math.sqrt(np.mean(t * t)),
         "n_tokens": int(here.sum()),
     }
-    message = "logp_old is logp_rollout: the ratio train / old is already the whole ratio train / rollout. Multiplying"
-    message += " by a truncated train / rollout as well would correct twice: use one of the two"
+    message = "logp_old is logp_rollout, so train / old is the whole ratio: use it alone. A truncated train / rollout"
+    message += " beside it would correct twice"
     return Finding("double_correction", "warning", message, numbers)

@@ -273,7 +273,7 @@ def test_semantics_and_data(name: str):
 def test_p05_the_backend_before_the_correction(name: str):
     told = diagnose([chunk(A1_TO_A3[name].rows)])
     assert told["corrections"] == []
-    assert told["advice"][-1].startswith("Correct nothing")
+    assert told["advice"][-1].startswith("Mend this first")
 
 
 def test_p05_sound_a_backend_that_is_right_gets_its_corrections():
@@ -282,4 +282,4 @@ def test_p05_sound_a_backend_that_is_right_gets_its_corrections():
     told = diagnose([chunk([row(x, x, y, version_rollout=3, version_train=4) for x, y in zip(q, stale, strict=True)])])
     assert told["verdict"] == "lag"
     assert told["corrections"]
-    assert not any(line.startswith("Correct nothing") for line in told["advice"])
+    assert not any(line.startswith("Mend this first") for line in told["advice"])
