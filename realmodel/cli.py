@@ -18,15 +18,18 @@ from sandbox.errors import BadInput
 from sandbox.output import run_folder
 
 Out = Annotated[Path | None, tyro.conf.arg(help="run folder to make; a new one under runs/ by default", metavar="DIR")]
-Kept = Annotated[Path | None, tyro.conf.arg(help="folder to keep the outcome in; none by default", metavar="DIR")]
+Kept = Annotated[
+    Path | None,
+    tyro.conf.arg(help="folder to keep the outcome in (with report.html or figures); none by default", metavar="DIR"),
+]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
 def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False) -> None:
-    """Predict, simulate and observe an ESS collapse: tabular theory, then a small Qwen3 sampled by vLLM.
+    """Predict, simulate and observe an ESS collapse, on a tabular policy and on a small Qwen3 sampled by vLLM.
 
     Args:
-        fast: a smaller demo, under two minutes once the small model is cached.
+        fast: a smaller demo; takes less than two minutes once the small model is cached.
         seeds: stale runs of each kind (and one on-policy run more).
     """
     if seeds < 1:
@@ -53,7 +56,7 @@ def predict(
     out: Kept = None,
     json: Json = False,
 ) -> None:
-    """Collapse step by the three levels, with the curve; for a run folder, the fit to its own first measurements.
+    """Predict the ess_step of a tabular config, or of a run folder from its own first updates.
 
     Args:
         source: TOML file of a tabular problem, see realmodel/configs/predict.toml, or the folder of a real-model run.
@@ -92,7 +95,7 @@ def sweep(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """A grid of simulated trainings on tabular problems: over discrepancy, lag, correction, step size, seeds.
+    """Train a grid of cells on tabular problems, over discrepancy, lag, correction, step size and seeds.
 
     Args:
         config: TOML file, see realmodel/configs/sweep.toml.
@@ -135,7 +138,7 @@ def sweep(
 
 
 def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = False) -> None:
-    """Monte Carlo training of one cell of a sweep, in this process; --out keeps every step of every run.
+    """Train one cell of a sweep many times, in this process. --out keeps every step of every run.
 
     Args:
         config: TOML file of a sweep whose axes have one value each, see realmodel/configs/sweep.toml.
@@ -159,7 +162,7 @@ def train(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """One real-model run from a TOML config; prints its last measurements.
+    """Train the real model once, from a TOML config. Prints the last measurements.
 
     Args:
         config: TOML file, see realmodel/configs; or, with --resume, the folder of a run.
@@ -206,7 +209,7 @@ def train(
 
 
 def exact(problem: tyro.conf.Positional[str], matrices: bool = False, out: Kept = None, json: Json = False) -> None:
-    """Every exact quantity of a tabular problem: returns, ESS, KL, gradient, expected updates and their biases.
+    """Print every exact quantity of a tabular problem: returns, ESS, KL, gradient, expected updates, their biases.
 
     Args:
         problem: PROBLEM.json, or a preset: bandit, sparse_tree, machine, long, hidden_collapse, negative_prefixes.
@@ -235,7 +238,7 @@ def claims(
     out: Kept = None,
     json: Json = False,
 ) -> None:
-    """The claims table: what the theory says, tested by criteria fixed in advance, on tabular policies or a real model.
+    """Test the claims of the field, by criteria fixed in advance, on tabular policies or on the real model.
 
     Args:
         names: tabular claims to test, such as C5 or N3; all by default.
@@ -283,7 +286,7 @@ def compare(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Predicted against observed ess_step: of run folders, or of a whole grid of runs, which is made first.
+    """Compare predicted and observed ess_step, of run folders or of a grid of runs. The grid is made first.
 
     Args:
         source: a grid's TOML file, see realmodel/configs/grid.toml, or folders of real-model runs.
@@ -314,14 +317,14 @@ def diagnose(
     out: Kept = None,
     json: Json = False,
 ) -> None:
-    """Verdict on the dumps of a run: numerics, lag, or a bug; what to change; --out keeps report.html.
+    """Say what is wrong with a run, from its dumps: numerics, lag or a bug; and what to change.
 
     Args:
         dumps: files or folders: a run of ours, NeMo-RL, prime-rl, slime, miles, or any Parquet or JSON lines.
-        format: canonical, nemo-rl, prime-rl, slime or miles, instead of telling it from the content.
-        map: canonical=theirs, names of columns in other Parquet or JSON lines.
-        lag: versions every token is behind, in place of what the dump says.
-        trust_pickle: open files of torch that could run code.
+        format: canonical, nemo-rl, prime-rl, slime or miles; by default told from the content.
+        map: canonical=theirs, for columns that have another name in Parquet or JSON lines.
+        lag: how many versions every token is behind; replaces what the dump says.
+        trust_pickle: also open torch files that could run code.
     """
     from realmodel.dumps import diagnosis
 

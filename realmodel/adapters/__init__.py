@@ -1,5 +1,5 @@
-"""The same corrections inside other people's trainers: verl, TRL, prime-rl, slime. README.md is the how-to.
+"""The same corrections inside other trainers: verl, TRL, prime-rl, slime. README.md says how to use them.
 
-Each module is thin: it maps one framework's tensors to `sandbox.batch.Batch` and returns what that framework's hook
-expects. None is imported by anything else here, so nobody needs a framework that he does not use.
+Each module is thin. It maps the tensors of one framework to `sandbox.batch.Batch` and returns what the hook of that
+framework expects. Nothing else here imports them, so you need only the framework that you use.
 """

@@ -1,8 +1,8 @@
 """prime-rl: a custom loss by import path, `[trainer.loss] type = "custom"` (see examples/prime_rl.toml).
 
-prime-rl calls it once a sequence with the trainer's log-probabilities now (pi) and the sampler's (q), sums what it
-returns and divides by the global number of loss tokens, rejected ones included. There is no mu and no old in it, so
-rules on the lag, the discrepancy or the drift have nothing to act on, and no other sequence, so nothing of the batch.
+prime-rl calls the loss once a sequence, with the log-probabilities of the trainer now (pi) and of the sampler (q). It
+sums the results and divides by the global number of loss tokens, rejected ones included. The hook has no mu, no old and
+no other sequence. So rules on the lag, the discrepancy, the drift or the batch are refused.
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
 """slime (and miles, which has the same hook): a custom TIS function, `--use-tis --custom-tis-function-path` (see
 examples/slime.sh).
 
-slime calls it once a micro-batch with its PPO loss of every token, the trainer's log-probabilities at the start of the
-batch (old) and the sampler's (q): a weight on old/q is all that it can express. pi/old is already in slime's loss, mu
-is nowhere, and the loss comes with the advantage in it, so rules that look at A's sign are refused. The rule's `pi`
-is old here.
+slime calls it once a micro-batch with the PPO loss of every token, the log-probabilities of the trainer at the start of
+the batch (old) and those of the sampler (q). It can express a weight on old/q and nothing else: pi/old is already in
+slime's loss, and there is no mu. The loss already contains the advantage, so rules that look at the sign of A are
+refused. In a rule, `pi` means old here.
 """
 
 from typing import Any

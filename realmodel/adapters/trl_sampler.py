@@ -1,8 +1,8 @@
-"""A second copy of the model as TRL's sampler, where there is no vLLM: a `rollout_func` for MismatchGRPOTrainer.
+"""A second copy of the model as the sampler of TRL, where there is no vLLM: a `rollout_func` for MismatchGRPOTrainer.
 
-It draws with transformers' `generate`: in another dtype (bfloat16 by default) and with a cache, so that its
-log-probabilities differ from the trainer's by real numerics, and from weights that are loaded only when the trainer
-syncs, so that they are really stale. What it is not: another engine. Kernels, batching and sampling are PyTorch's.
+It draws with transformers' `generate`, in another dtype (bfloat16 by default) and with a cache. So its
+log-probabilities differ from the trainer's by real numerics. It loads weights only when the trainer syncs, so they are
+really stale. It is not another engine: kernels, batching and sampling are PyTorch's.
 """
 
 from copy import deepcopy

@@ -1,10 +1,10 @@
-"""The exact engine: samples with the trainer's own kernels, so that its log-probabilities are bitwise the trainer's.
+"""The exact engine: it samples with the trainer's own kernels, so its log-probabilities equal the trainer's bit by bit.
 
-Every forward pass, the trainer's included, has one shape: all responses of the batch, padded on the right to the length
-they may reach. A causal model's row then depends, to the last bit, on the tokens before it alone, and what a token was
-drawn from is what the trainer computes for it: d is 0.0, not small. `extend` checks this for every token it draws and
-refuses a model for which it does not hold. It is the stand-in for the bitwise-consistent pairs of engines in the
-literature (VeXact; vLLM with TorchTitan). Each token costs a pass over all sequences: for small models.
+Every forward pass has one shape, the trainer's included: all responses of the batch, padded on the right to the length
+that they may reach. A row of a causal model then depends only on the tokens before it, to the last bit. What a token
+was drawn from is what the trainer computes for it, so d is exactly 0.0. `extend` checks this for every token it draws
+and refuses a model where it does not hold. The exact engine stands for the bitwise-consistent engines of the
+literature (VeXact; vLLM with TorchTitan). Each token costs a pass over all sequences, so it is for small models.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A constant discrepancy inside vLLM: a logits processor that adds one number a token id; only vLLM imports this file.
 
-It runs after the model and before the draw, and the engine reports processed log-probabilities: so q is known exactly,
-log softmax(logits + offset), whatever the engine's own numerics.
+It runs after the model and before the draw, and the engine reports processed log-probabilities. So q is exactly
+log softmax(the engine's logits + offset).
 """
 
 from typing import Any

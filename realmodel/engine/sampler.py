@@ -1,9 +1,9 @@
 """The sampler: vLLM in this process, or the exact engine (exact.py); `generate` and `extend` return a Rollout.
 
-Temperature is 1 and nothing is truncated; the reported log-probabilities are the processed ones, so they are those the
-tokens were drawn from, an injected offset included.
-In process the engine shares torch's random state, so each `generate` seeds it and puts the trainer's state back;
-vLLM is imported on the first `start`, which costs ten seconds and reads the environment set here.
+The temperature is 1 and nothing is truncated. The engine reports processed log-probabilities: those that the tokens
+were drawn from, with the injected offset in them. In this process the engine shares torch's random state, so each
+`generate` seeds it and puts the trainer's state back. The first `start` imports vLLM, which takes ten seconds and reads
+the environment that is set here.
 """
 
 import contextlib

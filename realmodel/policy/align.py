@@ -1,8 +1,8 @@
-"""Rollout -> sandbox Batch: every shift, mask and version check between sampler and trainer stands here.
+"""Rollout -> sandbox Batch. Every shift, mask and version check between sampler and trainer is in this file.
 
-The sampler speaks of responses (its log-probability of each drawn token); the trainer of whole sequences, where row i
-of its output predicts token i + 1. Token t of a response to a prompt of P tokens is therefore predicted by row
-P - 1 + t. Sequences are padded on the right, where causal attention keeps padding out of every counted row.
+The sampler reports one log-probability for each drawn token of a response. The trainer works on whole sequences: row i
+of its output predicts token i + 1. So row P - 1 + t predicts token t of a response to a prompt of P tokens. Sequences
+are padded on the right, where causal attention keeps the padding out of every counted row.
 """
 
 from dataclasses import dataclass, fields, replace

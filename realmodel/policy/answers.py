@@ -1,4 +1,4 @@
-"""What vLLM answers, as a Rollout: refused unless it is all that was asked for, each token with its log-probability."""
+"""What vLLM answers, as a Rollout. An answer is refused unless it is complete: each token with its log-probability."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
 """Tasks: prompts for the policy, and a binary reward.
 
-Where a problem has no `score` of its own, its answer is unique and the reward compares token ids: a policy's exact pass
-rate at temperature 1 is then the probability it gives that one answer (`model.pass_probability`), free of sampling
-noise. Where a verifier scores the text (reasoning-gym, math-verify), other responses pass too: that probability is a
-lower bound, and a run draws one response a problem instead. One prompt in ten is held out, chosen by a hash of the
-prompt itself: whoever draws it, in whatever order, it is on the same side.
+A problem without a `score` of its own has one right answer, and the reward compares token ids. The exact pass rate at
+temperature 1 is then the probability of that answer (`model.pass_probability`), without sampling noise. Where a
+verifier scores the text (reasoning-gym, math-verify), other responses pass too, so that probability is a lower bound.
+A run then draws one response a problem instead. One prompt in ten is held out, chosen by a hash of the prompt, so it is
+always on the same side.
 """
 
 import json

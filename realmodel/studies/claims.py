@@ -1,7 +1,7 @@
 """`mismatch claims --real`: the claims that a real model can test, on one study of runs from one start.
 
-Criteria stand here before any run. Rows are those of `sandbox.experiments.claims`: one table for both kinds.
-Intervals are Student's t over seeds. What needs a GPU, a mixture of experts or a longer run says so.
+The criteria stand here before any run. The rows are those of `sandbox.experiments.claims`, so both kinds share a table.
+Intervals are Student's t over seeds. A claim that needs a GPU, a mixture of experts or a longer run says so.
 """
 
 import math

@@ -1,13 +1,13 @@
-"""`mismatch sweep`: a grid of simulated trainings over local cores or a cluster, resumable, the same bits on each.
+"""`mismatch sweep`: a grid of simulated trainings over local cores or a cluster; resumable, the same bits on each.
 
-A cell is one problem, step size, correction, discrepancy and resync rule; a task is some runs of one cell, trained side
-by side. Run i has the i-th generator of the seed in every cell, so results depend on nothing but the config: not on
-the backend, the workers, the order, or how runs are shared out. Every finished task is a Parquet part in the run
-folder; what a kill loses is the tasks in flight, and resuming does the missing ones.
+A cell is one problem, step size, correction, discrepancy and resync rule. A task is some runs of one cell, trained side
+by side. Run i has the i-th generator of the seed in every cell. So results depend on the config alone, not on the
+backend, the workers, the order, or how runs are shared out. Every finished task is a Parquet part in the run folder. A
+kill loses only the tasks in flight, and resuming does the missing ones.
 
-Each run is held against on-policy training (exact sampler, synced after every update) of the same problem, step size
-and generator: its failure_step, and KL(on-policy || run) of whole sequences at the end, in units of the KL between two
-on-policy runs of different generators. On-policy training is tasks too, those that are done first.
+Each run is compared with on-policy training (exact sampler, synced after every update) of the same problem, step size
+and generator. Compared are its failure_step, and KL(on-policy || run) of whole sequences at the end, in units of the KL
+between two on-policy runs of different generators. On-policy training is tasks too; they are done first.
 """
 
 import hashlib

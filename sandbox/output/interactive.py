@@ -1,6 +1,6 @@
 """Sliders in a notebook: a figure that follows them, drawn by the same function as the static one.
 
-`draw(**values) -> Figure` must answer from the exact engine, within a blink; Monte Carlo has no place behind a slider.
+`draw(**values) -> Figure` must be fast, so it uses the exact engine. Do not put Monte Carlo behind a slider.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""The simulator's inner loops, compiled: draw a batch, add its advantages up, move. No formula of a correction is here.
+"""The compiled inner loops of the simulator: draw a batch, add its advantages up, move. No correction is computed here.
 
-They touch the visited states alone: a training step costs what its batch visits, not the size of the problem. One run
-comes after the other, so nothing of one reaches another. What a step waits for is memory: hence one table with all
-there is of a state side by side, and columns of visited states, tokens first, on which numpy is at its fastest.
+They touch only the visited states, so a training step costs what its batch visits, not the size of the problem. One run
+comes after the other, so no run affects another. A step waits for memory. So one table holds all there is of a state
+side by side, and visited states are columns, tokens first, which is where numpy is fastest.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,9 @@
-"""From measured curves to two events, never one word for both: `ess_step` predicted, `failure_step` read off.
+"""Two events from measured curves: `ess_step` is predicted, `failure_step` is read off. They have different names.
 
 ess_step: optimiser updates since the sync until the sequence ESS of the lag is below a threshold. Its prediction from
 the first measured Var[log w] extrapolates a k^2 + b k, or a ((e^(gamma k) - 1) / gamma)^2 + b k, to ln(1 / threshold)
 (THEORY section 6). failure_step: first lasting drop of the return, or pass rate, more than 3 standard errors below
-on-policy. "No collapse" is inf, a legal prediction; nan is "not identifiable". Tabular and real runs share all of this.
+on-policy. "No collapse" is inf, a valid prediction; nan is "not identifiable". Tabular and real runs share all of this.
 """
 
 import math
