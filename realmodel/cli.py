@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from realmodel.terminal import new_folder, progress_bar, quiet_libraries, quiet_stdout, resumed, show
+from realmodel.terminal import beside_engine, new_folder, progress_bar, resumed, show
 from sandbox.errors import BadInput
 from sandbox.output import run_folder
 
@@ -22,6 +22,7 @@ Kept = Annotated[
     Path | None,
     tyro.conf.arg(help="folder to keep the outcome in (with report.html or figures); none by default", metavar="DIR"),
 ]
+File = tyro.conf.Positional[Path]
 Json = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
@@ -35,10 +36,8 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
     if seeds < 1:
         raise BadInput(f"seeds is {seeds}, expected 1 or more")
     folder = new_folder(out, "demo")
-    with quiet_stdout() as stdout, progress_bar() as bar:
+    with beside_engine() as (stdout, bar):
         from realmodel.studies import demo as demos  # torch and transformers take seconds to import
-
-        quiet_libraries()
 
         size = replace(demos.FAST if fast else demos.FULL, seeds=seeds)
         task = bar.add_task("starting", total=demos.work(size))
@@ -50,11 +49,7 @@ def demo(fast: bool = False, seeds: int = 1, out: Out = None, json: Json = False
 
 
 def predict(
-    source: tyro.conf.Positional[Path],
-    threshold: float = 0.5,
-    on_policy: tuple[Path, ...] = (),
-    out: Kept = None,
-    json: Json = False,
+    source: File, threshold: float = 0.5, on_policy: tuple[Path, ...] = (), out: Kept = None, json: Json = False
 ) -> None:
     """Predict the ess_step of a tabular config, or of a run folder from its own first updates.
 
@@ -87,7 +82,7 @@ def predict(
 
 
 def sweep(
-    config: tyro.conf.Positional[Path],
+    config: File,
     resume: bool = False,
     workers: int = -1,
     backend: Literal["loky", "dask", "ray"] = "loky",
@@ -127,17 +122,13 @@ def sweep(
     rows, figure = cells.to_dicts(), plots.phase_maps(cells)
     if figure is not None:
         run_folder.write_text(folder / "phase_map.svg", plots.svg(figure))
-    show(
-        sys.stdout,
-        {"cells": rows, "folder": str(folder)},
-        json,
-        {f"{len(table)} runs, a row a cell": grids.shown(settings, rows)},
-    )
+    shown = {f"{len(table)} runs, a row a cell": grids.shown(settings, rows)}
+    show(sys.stdout, {"cells": rows, "folder": str(folder)}, json, shown)
     if not json:
         sys.stdout.write(f"a row a run: {folder / 'runs.parquet'}\n")
 
 
-def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = False) -> None:
+def simulate(config: File, out: Kept = None, json: Json = False) -> None:
     """Train one cell of a sweep many times, in this process. --out keeps every step of every run.
 
     Args:
@@ -155,13 +146,7 @@ def simulate(config: tyro.conf.Positional[Path], out: Kept = None, json: Json = 
     show(sys.stdout, row, json, {f"{settings.runs} runs": grids.shown(settings, [row])})
 
 
-def train(
-    config: tyro.conf.Positional[Path],
-    resume: bool = False,
-    dry_run: bool = False,
-    out: Out = None,
-    json: Json = False,
-) -> None:
+def train(config: File, resume: bool = False, dry_run: bool = False, out: Out = None, json: Json = False) -> None:
     """Train the real model once, from a TOML config. Prints the last measurements.
 
     Args:
@@ -172,14 +157,13 @@ def train(
     """
     from sandbox.output import config as configs
 
-    with quiet_stdout() as stdout, progress_bar() as bar:
+    with beside_engine() as (stdout, bar):
         from realmodel.engine import sampler
         from realmodel.policy import model as policy
         from realmodel.policy import tasks
         from realmodel.studies import dryrun
         from realmodel.training import train as loop
 
-        quiet_libraries()
         if config.is_dir():
             if not resume:
                 raise BadInput(f"{config} is a folder: a TOML file is expected, or --resume to go on with a run")
@@ -254,14 +238,12 @@ def claims(
         raise BadInput(f"seed is {seed}, expected 0 or more")
     if real:
         folder = resumed(resume, out, "claims-real")
-        with quiet_stdout() as stdout, progress_bar() as bar:
+        with beside_engine() as (stdout, bar):
             from realmodel.studies import claims as observed
 
-            quiet_libraries()
             rows = observed.run(config, folder, resume, bar)
             show(stdout, tested.outcome(rows), json, {f"claims on the real model: {folder}": tested.shown(rows)})
         return
-
     wanted = tested.chosen(names)
     folder = None if out is None else new_folder(out, "claims")
     rows = []
@@ -274,8 +256,7 @@ def claims(
     if folder is not None:
         with run_folder.recorded(folder, {"claims": [claim.id for claim in wanted], "fast": fast, "seed": seed}):
             tested.save(folder, rows)
-    title = f"claims, {sum(row.seconds for row in rows):.0f} s"
-    show(sys.stdout, tested.outcome(rows), json, {title: tested.shown(rows)})
+    show(sys.stdout, tested.outcome(rows), json, {"claims": tested.shown(rows)})
 
 
 def compare(
@@ -294,11 +275,10 @@ def compare(
         threshold: sequence ESS of a collapse in run folders; a TOML file states its own.
         resume: go on with the grid in --out.
     """
-    with quiet_stdout() as stdout, progress_bar() as bar:
+    with beside_engine() as (stdout, bar):
         from realmodel.studies import compare as comparisons
         from realmodel.studies import grid
 
-        quiet_libraries()
         if not source:
             raise BadInput("source is missing: a grid's TOML file, or run folders")
         if source[0].is_dir():
@@ -335,14 +315,15 @@ def diagnose(
     show(sys.stdout, outcome, json, diagnosis.tables(outcome))
 
 
+COMMANDS = (claims, compare, demo, diagnose, exact, predict, simulate, sweep, train)
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        functions = (claims, compare, demo, diagnose, exact, predict, simulate, sweep, train)
-        commands = {function.__name__: function for function in functions}
-        tyro.extras.subcommand_cli_from_dict(commands, prog="mismatch")
+        tyro.extras.subcommand_cli_from_dict({command.__name__: command for command in COMMANDS}, prog="mismatch")
     except BadInput as error:
         print(f"mismatch: {error}", file=sys.stderr)
         return 2

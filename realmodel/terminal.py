@@ -60,9 +60,15 @@ def quiet_stdout() -> Iterator[Any]:
             os.dup2(real.fileno(), 1)
 
 
-def quiet_libraries() -> None:
-    """No warnings of others about kernels that this machine does not have."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+@contextmanager
+def beside_engine() -> Iterator[tuple[Any, Progress]]:
+    """The real standard output and a progress bar, while an engine and its libraries print what they like.
+
+    No warnings of theirs about kernels that this machine does not have.
+    """
+    with quiet_stdout() as stdout, progress_bar() as bar:
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        yield stdout, bar
 
 
 def progress_bar() -> Progress:

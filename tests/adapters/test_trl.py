@@ -24,7 +24,7 @@ from realmodel.policy import model as policy
 from realmodel.policy import tasks
 from realmodel.policy.align import Rollout, pad, to_batch, wanted
 from sandbox.batch import Batch
-from sandbox.corrections import CORRECTIONS, RESYNCS, losses
+from sandbox.corrections import CORRECTIONS, RESYNCS, EssBelow, losses
 from sandbox.errors import BadInput
 from sandbox.metrics import ess, sequence_log_weight
 
@@ -162,9 +162,13 @@ def watch_sampler(made) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "resync", "top_k"), [("tis", "never", 0), ("dlc", "ess_below", VOCABULARY), ("cis", "every", 0)]
+    ("name", "resync", "top_k"), [("tis", "never", 0), ("dlc", "ess_often", VOCABULARY), ("cis", "every", 0)]
 )
-def test_twenty_steps_apply_our_weights_and_our_gradient(folder, tmp_path, name: str, resync: str, top_k: int):
+def test_twenty_steps_apply_our_weights_and_our_gradient(
+    folder, tmp_path, monkeypatch, name: str, resync: str, top_k: int
+):
+    # which steps fall below 1/2 depends on the small model's weights, and so on the machine that built it
+    monkeypatch.setitem(RESYNCS, "ess_often", EssBelow(0.9))
     made = trainer(folder, tmp_path, top_k=top_k, correction=name, resync=resync, centre_top_k=top_k or 1)
     made.add_callback(KeepGradient(made))
     said = watch_sampler(made)
