@@ -90,28 +90,37 @@ def show(stdout: Any, outcome: dict, as_json: bool, tables: Mapping[str, Sequenc
     console = Console(file=stdout, width=None if stdout.isatty() else PIPE_WIDTH, markup=False)
     for title, rows in tables.items():
         console.print(title, style="italic")
-        for part in _parts(report.aligned(rows), console.width):
+        rows = report.aligned(rows)
+        least, most = _widths(rows)
+        for names in _parts(least, console.width):
             table = Table()
-            for name, value in part[0].items():
-                justify = "left" if isinstance(value, str) else "right"
-                table.add_column(report.heading(name), justify=justify, min_width=_cells(part, name))
-            for row in part:
-                table.add_row(*map(report.cell, row.values()))
+            spare = console.width - 1 - sum(3 + least[name] for name in names)
+            wide = [name for name in names if most[name] > least[name]]
+            for name in names:
+                width = min(most[name], least[name] + spare // len(wide)) if name in wide else least[name]
+                justify = "left" if isinstance(rows[0][name], str) else "right"
+                table.add_column(report.heading(name), justify=justify, width=width)
+            for row in rows:
+                table.add_row(*(report.cell(row[name]) for name in names))
             console.print(table)
 
 
-def _cells(rows: Sequence[dict[str, Any]], name: str) -> int:
-    """Characters that a column needs: its longest cell is not wrapped unless it is prose."""
-    return min(max(len(report.cell(row[name])) for row in rows), TEXT)
+def _widths(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Characters that each column needs, prose wrapped at TEXT, and those with which nothing is wrapped."""
+    least, most = {}, {}
+    for name in rows[0]:
+        longest, words = max(len(report.cell(row[name])) for row in rows), report.heading(name).split()
+        least[name] = max(min(longest, TEXT), *map(len, words))
+        most[name] = max(longest, len(report.heading(name)))
+    return least, most
 
 
-def _parts(rows: Sequence[dict[str, Any]], width: int) -> list[list[dict[str, Any]]]:
-    """The same rows in tables that fit: each has the first column, and as many of the others, in order, as it can."""
-    needed = {name: 3 + max(_cells(rows, name), *map(len, report.heading(name).split())) for name in rows[0]}
-    first, *others = rows[0]
+def _parts(needed: Mapping[str, int], width: int) -> list[list[str]]:
+    """Columns in tables that fit: each has the first one, and as many of the others, in order, as it can."""
+    first, *others = needed
     parts = [[first]]
     for name in others:
-        if len(parts[-1]) > 1 and 1 + sum(needed[n] for n in parts[-1]) + needed[name] > width:
+        if len(parts[-1]) > 1 and 1 + sum(3 + needed[n] for n in (*parts[-1], name)) > width:
             parts.append([first])
         parts[-1].append(name)
-    return [[{name: row[name] for name in names} for row in rows] for names in parts]
+    return parts

@@ -121,7 +121,7 @@ def _real_table(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """A row a run; the stale runs' columns give the order."""
     table = []
     for row in rows:
-        short = {"run": row["run"], "seed": row["seed"]}
+        short = {"run": f"{row['run']}, seed {row['seed']}"}
         if "observed_ess_step" in row:
             short |= compare.shown(row)
         short |= {"final pass rate": row["final_pass_rate"], "syncs": row["syncs"]}

@@ -192,7 +192,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "claim": row.id,
             "verdict": row.verdict,
             "measured": row.value,
-            "95 % interval": ("none" if row.id == "N7" else "exact") if math.isnan(row.interval[0]) else row.interval,
+            "95 % interval": _interval(row),
             "threshold": row.threshold,
             "n": row.n,
             "seconds": round(row.seconds, 1),
@@ -200,6 +200,12 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def _interval(row: Row) -> Any:
+    if not math.isnan(row.interval[0]):
+        return row.interval
+    return None if row.id == "N7" or not row.n else "exact"
 
 
 def save(folder: Path, rows: Sequence[Row]) -> None:

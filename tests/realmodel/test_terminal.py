@@ -33,6 +33,17 @@ def test_long_text_is_wrapped_and_a_narrow_table_stays_whole():
     assert re.sub(r"[^a-z]", "", text.split("reason")[1]).count("theratioiswhatitis") == 20
 
 
+def test_headings_and_cells_of_a_demo_are_whole():
+    """No column is cut at the page's edge: the last character of every line is a border."""
+    never = "none within 50 updates"
+    row = {"run": "uncorrected, seed 1", "predicted ess_step": never, "updates fitted": 3, "observed ess_step": 12.0}
+    row |= {f"observed, {which} (95 %)": never for which in ("earliest", "latest")} | {"failure_step": never}
+    lines = printed([row, row]).splitlines()[1:]
+    assert {line[-1] for line in lines} <= set("┓┃┩│┘")
+    assert max(map(len, lines)) <= terminal.PIPE_WIDTH
+    assert "\n".join(lines).count(never) == 8
+
+
 def test_json_is_one_object_with_all_columns():
     rows = [{f"x{k}": k for k in range(50)}]
     assert json.loads(printed(rows, as_json=True)) == {"rows": rows}
