@@ -64,8 +64,8 @@ assert distance(biased("dlc", 0.001), parts.within_token + parts.prefix + parts.
 assert np.linalg.norm(biased("seq_is", 0.001)) < 1e-12
 
 # %% [markdown]
-# What centring leaves is not noise: with a centred score the update is the exact gradient of another target, the return
-# of the policy that the sampler really is. It climbs q's return, not mu's.
+# What centring leaves is not noise. With a centred score the update is the exact gradient of another target: the return
+# of q, the policy that really samples, not of mu.
 
 # %%
 three = policies(weights, weights, 0.3 * offset)

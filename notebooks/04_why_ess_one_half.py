@@ -100,8 +100,8 @@ assert estimators.ess(np.array([0.0, 50.0])) >= 0.5
 # ## What a sync costs decides the threshold
 #
 # Token TIS on the machine, a budget of 40 updates, a sync that costs c of them; mean-field training under every
-# threshold. The dearer the sync, the lower the best threshold: there is no universal 1/2. It costs little to use 1/2 as
-# long as a sync costs at most two updates.
+# threshold. The best threshold falls as a sync gets dearer, so 1/2 is not best everywhere. It loses little while a sync
+# costs at most two updates.
 
 # %%
 start = np.zeros(machine.shape)

@@ -13,8 +13,8 @@
 # # Predicting the collapse step
 #
 # `ess_step` is the number of optimiser updates since the sync until the sequence ESS of the lag is below 1/2. It can be
-# predicted from what is known just after the sync. `failure_step`, the first lasting drop of the return below on-policy
-# training, is another event; the two are never one word.
+# predicted from what is known just after the sync. `failure_step` is another event: the first lasting drop of the
+# return below on-policy training.
 
 # %%
 import math
@@ -102,9 +102,9 @@ for ax in axes:
 assert math.isfinite(np.median(failures))
 
 # %% [markdown]
-# A corrected run is another matter: the lag saturates, and an open-loop extrapolation calls collapses that do not come.
-# The linearised level with the update that is really applied knows better, and the mean field knows best. Move step
-# size and correction.
+# In a corrected run the lag saturates. The closed form does not see that and predicts collapses that do not come. The
+# linearised level uses the update that is really applied and is better; the mean field is best. Move step size and
+# correction.
 
 
 # %%

@@ -55,8 +55,8 @@ plots.predicted_against_observed(
 )
 
 # %% [markdown]
-# Uncorrected runs collapse, all of them, and are predicted. Token TIS mostly does not collapse within its updates, and
-# the early curve does not know it: fit and twin call collapses that do not come.
+# All uncorrected runs collapse, and the prediction finds them. Token TIS mostly does not collapse within its updates.
+# The early curve does not show that: fit and twin predict collapses that do not come.
 
 # %%
 uncorrected, corrected = runs.filter(correction="none"), runs.filter(correction="tis")

@@ -12,8 +12,8 @@
 # %% [markdown]
 # # Diagnose a dump
 #
-# A dump holds, token by token, what the sampler and the trainer thought of the same response. Is their mismatch
-# numerics, lag, or a bug? `mismatch diagnose DUMP` answers on the command line; here are its steps, one by one.
+# A dump holds the log-probabilities that the sampler and the trainer gave to each token of a response. Is their
+# mismatch numerics, lag, or a bug? `mismatch diagnose DUMP` answers on the command line; here are its steps, one by one.
 
 # %%
 import numpy as np
@@ -93,7 +93,7 @@ blind = [{k: v for k, v in row.items() if k != "logp_sync"} for row in rows if r
 assert diagnose([chunk(blind)])["verdict"] == "not_identifiable"
 
 # %% [markdown]
-# A sampler at temperature 0.7 whose trainer does not know it: a bug, and no correction is advised before its repair.
+# A sampler at temperature 0.7 and a trainer at 1: a bug. The diagnosis advises to repair it first, and no correction.
 
 # %%
 hot = [row | {"logp_sync": 0.7 * row["logp_rollout"], "logp_train": 0.7 * row["logp_rollout"]} for row in rows[10:]]
