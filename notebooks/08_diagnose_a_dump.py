@@ -13,7 +13,8 @@
 # # Diagnose a dump
 #
 # A dump holds the log-probabilities that the sampler and the trainer gave to each token of a response. Is their
-# mismatch numerics, lag, or a bug? `mismatch diagnose DUMP` answers on the command line; here are its steps, one by one.
+# mismatch numerics, lag, or a bug? `mismatch diagnose DUMP` answers on the command line. This page takes its steps one
+# by one.
 
 # %%
 import numpy as np
