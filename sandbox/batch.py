@@ -103,10 +103,9 @@ class Batch:
 def check(batch: Batch) -> Batch:
     """The batch itself, once every field has the right shape and every counted entry a possible value.
 
-    Raises:
-        BadInput: naming the field (and the first bad position) for a wrong shape, a mask that is not boolean,
-            nan, a log-probability above 0, `_all` probabilities that sum to more than 1, a sampler log-probability of
-            -inf (a drawn token cannot have had probability 0; the trainer's may), a version newer than the trainer's.
+    Raises BadInput: naming the field (and the first bad position) for a wrong shape, a mask that is not boolean, nan, a
+    log-probability above 0, `_all` probabilities that sum to more than 1, a sampler log-probability of -inf (a drawn
+    token cannot have had probability 0; the trainer's may), a version newer than the trainer's.
     """
     xp = namespace(batch.logp_train)
     shape = batch.logp_train.shape
@@ -171,8 +170,7 @@ def unpack(batch: Batch, segment: Array) -> Batch:
         segment: which response of its row each token belongs to, any integers; anything where masked. int (B, L)
     Returns:
         one row a (row, segment) that has a counted token, in order of first appearance, padded on the right. (N, T)
-    Raises:
-        BadInput: no counted token at all; a segment of the wrong shape.
+    Raises BadInput: no counted token at all; a segment of the wrong shape.
     """
     if tuple(segment.shape) != tuple(batch.mask.shape):
         raise BadInput(f"segment has shape {tuple(segment.shape)}, expected {tuple(batch.mask.shape)}")

@@ -29,8 +29,7 @@ def loss(inputs: Any, correction: str = "tis", squared_mismatch: float = 0.0) ->
             (bool) and loss_weights (or None), each (T,).
         correction: a preset, or JSON. "prime_rl.default" with squared_mismatch = 1e-3 is prime-rl's own default.
         squared_mismatch: tau of that penalty, nats^-2.
-    Raises:
-        BadInput: a rule that centres, divides by a batch mean, or needs mu.
+    Raises BadInput: a rule that centres, divides by a batch mean, or needs mu.
     """
     rule = allowed(correction, "prime-rl's loss hook")
     pi, q = inputs.trainer_logprobs[None], inputs.inference_logprobs[None]

@@ -36,9 +36,8 @@ def tis(
         train_log_probs: old. B tensors (T_i,)
         rollout_log_probs: q. B tensors (T_i,)
         loss_masks: B tensors (T_i,), 0 or 1
-    Raises:
-        BadInput: a rule that centres, needs mu or the advantage; log-probabilities shorter than their mask, which is
-            context parallelism.
+    Raises BadInput: a rule that centres, needs mu or the advantage; log-probabilities shorter than their mask, which is
+    context parallelism.
     """
     name = getattr(args, "mismatch_correction", "tis")
     # sees_batch: slime's own rules too divide by the mean of what one call holds, the micro-batch

@@ -53,8 +53,7 @@ class MismatchGRPOTrainer(GRPOTrainer):
 
     `loss_type` says what is divided by (grpo, bnpo, dr_grpo, dapo); there is no clip but the correction's.
 
-    Raises:
-        BadInput: a setting that would change the update behind the correction's back.
+    Raises BadInput: a setting that would change the update behind the correction's back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -37,8 +37,7 @@ def policy_loss(rule: Correction) -> Callable[..., tuple[Tensor, dict[str, Any]]
     Metrics, each the mean over micro-batches and ranks that verl makes of it: `mismatch/weight`, `mismatch/rejected`,
     and the sums from which `verl_sync` has the ESS of the global batch.
 
-    Raises:
-        BadInput: a rule that centres or divides by a batch mean.
+    Raises BadInput: a rule that centres or divides by a batch mean.
     """
     refuse(rule, str(rule), "verl's loss hook")
 
@@ -85,8 +84,8 @@ def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[Data
     loss's affair (PPO in pi/old), and rejected tokens get weight 0 in an unchanged mask, which keeps them in every
     denominator. Metrics: verl's own of the same names, and `rollout_corr/sequence_ess`, raw, of the mini-batch.
 
-    Raises:
-        BadInput: a rule that centres or looks at the advantage (not yet computed), rejection asked for by rollout_rs.
+    Raises BadInput: a rule that centres or looks at the advantage (not yet computed), rejection asked for by
+    rollout_rs.
     """
     wanted = rollout_corr_config.get("rollout_is", None)
     if not isinstance(wanted, str) or wanted.partition(".")[0] != CARRY:

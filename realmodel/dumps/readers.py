@@ -132,8 +132,7 @@ def read(
         lag: version_train - version_rollout of every row, in place of what the dumps say.
         trust_pickle: open files of torch that could run code.
 
-    Raises:
-        BadInput: nothing can be read at all: no file, an unknown format or column, or every file refused.
+    Raises BadInput: nothing can be read at all: no file, an unknown format or column, or every file refused.
     """
     names = map or {}
     dumps.check_names(names)

@@ -26,8 +26,7 @@ SAMPLES = 512  # of one piece
 def read(path: Path, trust: bool) -> Iterator[Table]:
     """The samples of a file in pieces.
 
-    Raises:
-        Unreadable: code would run to open it and `trust` is False; it is not whole; it is none of the formats above.
+    Raises Unreadable: code would run to open it and `trust` is False; it is not whole; it is none of the formats above.
     """
     content = _opened(path, trust)
     samples = _samples(path, content)

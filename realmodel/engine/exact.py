@@ -85,9 +85,8 @@ def generate(
 def extend(engine: ExactEngine, rollout: Rollout, max_new_tokens: int, seed: int, version: int) -> Rollout:
     """As `sampler.extend`.
 
-    Raises:
-        BadInput: where the trainer's kernels give a token another log-probability than when it was drawn, because
-            later tokens of the batch change it (the experts' batches of a mixture of experts, for one).
+    Raises BadInput: where the trainer's kernels give a token another log-probability than when it was drawn, because
+    later tokens of the batch change it (the experts' batches of a mixture of experts, for one).
     """
     device = engine.model.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -88,9 +88,8 @@ class EngineConfig:
 def start(path: str | Path, config: EngineConfig) -> Any:
     """An engine in this process, a `vllm.LLM` or an ExactEngine, with the weights in folder `path` (or of that name).
 
-    Raises:
-        BadInput: one line, for a missing or incomplete folder, a head_dim that vLLM cannot serve on a CPU, batch
-            invariance on a device that has none, or an engine that does not start (with its root cause).
+    Raises BadInput: one line, for a missing or incomplete folder, a head_dim that vLLM cannot serve on a CPU, batch
+    invariance on a device that has none, or an engine that does not start (with its root cause).
     """
     check_folder(path)
     if config.kind == "exact":
@@ -225,9 +224,8 @@ def generate(
         version: of the weights that the engine holds.
         room: tokens a response may still get from `extend`.
 
-    Raises:
-        BadInput: for no prompt, an empty one or one too long, and where the engine returns another number of
-            responses, an empty response, or a log-probability that is missing.
+    Raises BadInput: for no prompt, an empty one or one too long, and where the engine returns another number of
+    responses, an empty response, or a log-probability that is missing.
     """
     if not prompt_ids:
         raise BadInput("prompt_ids: no prompt")

@@ -58,8 +58,7 @@ def push(llm: Any, model: nn.Module, weights: dict[str, Tensor] | None = None) -
         llm, model: the engine and the trainer.
         weights: a snapshot (state dict) to push instead of the model's own.
 
-    Raises:
-        SyncError: where the prefix cache could not be emptied (a request is still running).
+    Raises SyncError: where the prefix cache could not be emptied (a request is still running).
     """
     # state_dict, not named_parameters: only the former has a tied lm_head.weight.
     state = model.state_dict() if weights is None else weights
@@ -89,8 +88,7 @@ def verify(
         seed: of the probe and of the columns.
         columns: columns of each weight matrix to read back; all where there are no more than that.
 
-    Raises:
-        SyncError: naming the layer that is stale, the cached tokens, or the size of the disagreement.
+    Raises SyncError: naming the layer that is stale, the cached tokens, or the size of the disagreement.
     """
     if isinstance(llm, ExactEngine):
         weights = _same_weights(llm, model)
@@ -141,8 +139,8 @@ def _same_weights(engine: ExactEngine, model: nn.Module) -> int:
 def read_back(llm: Any, model: nn.Module, columns: int = 64, seed: int = 0) -> int:
     """How many weight values the engine's own kernels gave back, all equal to the trainer's in the engine's dtype.
 
-    Raises:
-        SyncError: naming the first layer that differs, with the share of differing values and the largest difference.
+    Raises SyncError: naming the first layer that differs, with the share of differing values and the largest
+    difference.
     """
     state = model.state_dict()
 

@@ -98,8 +98,7 @@ def predicted_by(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         tokens: the drawn token; 0 where masked. long (B, T)
         mask: True on response tokens. bool (B, T)
 
-    Raises:
-        BadInput: naming the row of an empty prompt or response.
+    Raises BadInput: naming the row of an empty prompt or response.
     """
     for b, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
         if not prompt or not response:
@@ -125,8 +124,8 @@ def wanted(rollout: Rollout, length: int, vocabulary: int, centre: bool) -> tupl
         rows: flat positions b L + i that predict the response tokens, in order. long (N,)
         columns: the drawn token, then the others. long (N, 1), (N, 1 + k) or (N, 1 + V)
 
-    Raises:
-        BadInput: naming the row of an empty prompt or response; log-probabilities that the sampler was not asked for.
+    Raises BadInput: naming the row of an empty prompt or response; log-probabilities that the sampler was not asked
+    for.
     """
     rows, tokens, mask = predicted_by(rollout)
     flat = (rows + length * torch.arange(len(rows))[:, None])[mask]
@@ -164,10 +163,8 @@ def to_batch(
         sync: log mu of the same, the trainer's engine at the weights that drew each token. (N, c)
         centre: also fill the fields over several tokens, for corrections that centre the score.
 
-    Raises:
-        BadInput: naming the field, for ids that are not the rollout's, lengths or shapes that disagree, empty
-            responses, sampler log-probabilities that are missing, nan, -inf or above 0, and a version newer than the
-            trainer's.
+    Raises BadInput: naming the field, for ids that are not the rollout's, lengths or shapes that disagree, empty
+    responses, sampler log-probabilities that are missing, nan, -inf or above 0, and a version newer than the trainer's.
     """
     _, _, mask = predicted_by(rollout)
     size, width = mask.shape

@@ -27,8 +27,7 @@ def rollout(
         top: how many log-probabilities were asked for besides the drawn token's; WHOLE: of every token.
         version: of the weights that drew them.
 
-    Raises:
-        BadInput: for another number of responses, an empty one, or a log-probability that is missing.
+    Raises BadInput: for another number of responses, an empty one, or a log-probability that is missing.
     """
     if len(requests) != len(prompt_ids):
         raise BadInput(f"engine returned {len(requests)} requests, expected {len(prompt_ids)}")

@@ -62,8 +62,7 @@ def log_probs_at(
     Returns:
         float32 (N, c)
 
-    Raises:
-        BadInput: an output layer with a bias, where the table is too large to be made at once.
+    Raises BadInput: an output layer with a bias, where the table is too large to be made at once.
     """
     head = model.get_output_embeddings()
     device, size = head.weight.device, ids.shape[1]

@@ -36,8 +36,7 @@ PARTS = ("config.json", "model.safetensors", "tokenizer.json", "recipe.json")  #
 def resolve(model: str, task: str) -> str | Path:
     """What to load for a run's `model`: the built folder of a recipe's name, else the folder or hub name itself.
 
-    Raises:
-        BadInput: as `build`.
+    Raises BadInput: as `build`.
     """
     if model not in NAMED:
         return model
@@ -50,8 +49,7 @@ def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = N
     The cache is $MISMATCH_CACHE or ~/.cache/mismatch-sandbox. The same recipe gives the same weights on one machine
     at one number of threads. `progress` is called with (step, steps, loss).
 
-    Raises:
-        BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
+    Raises BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
     """
     task = tasks.get(recipe.task)
     cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
@@ -117,8 +115,7 @@ def _remove_abandoned(cache: Path) -> None:
 def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """(model, tokenizer) from a folder, or by name from the hub.
 
-    Raises:
-        BadInput: one line, where the folder does not exist or has no config, weights or tokenizer.
+    Raises BadInput: one line, where the folder does not exist or has no config, weights or tokenizer.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -196,8 +193,7 @@ def sample(
     Every token costs a pass over the whole sequence; there is no cache, which a small model does not need. Prompts of
     one length are drawn together.
 
-    Raises:
-        BadInput: for no prompt, or one without a token.
+    Raises BadInput: for no prompt, or one without a token.
     """
     if not prompt_ids or not all(prompt_ids):
         raise BadInput("prompt_ids: no prompt, or one without a token")

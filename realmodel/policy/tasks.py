@@ -90,8 +90,7 @@ def reward(response_ids: Sequence[int], answer_ids: Sequence[int], eos_id: int) 
 def get(name: str) -> Task:
     """The task of that name: a key of TASKS, or the path of a .jsonl file in the format of GSM8K.
 
-    Raises:
-        BadInput: where there is none, a file that is no such file, a package of the extra `tasks` that is missing.
+    Raises BadInput: where there is none, a file that is no such file, a package of the extra `tasks` that is missing.
     """
     if name.endswith(".jsonl"):
         return _gsm8k(name, lambda: _read_jsonl(Path(name)))

@@ -31,9 +31,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def plan(config: RunConfig) -> dict[str, Any]:
     """What `--dry-run --json` prints: model, memory by item in MiB and its sum, what the device has, engine arguments.
 
-    Raises:
-        BadInput: a model of which neither a config.json nor the sizes are at hand, a config that `sampler.start` or the
-            task would refuse.
+    Raises BadInput: a model of which neither a config.json nor the sizes are at hand, a config that `sampler.start` or
+    the task would refuse.
     """
     task, made = tasks.get(config.task), architecture(config)
     from transformers import AutoModelForCausalLM

@@ -60,9 +60,8 @@ def train(
     Returns:
         steps: one row an update, measured before it but for `gradient_norm`, `synced` and the seconds, and one after
         the last.
-    Raises:
-        BadInput: an engine that cannot serve the run, a reward that raises, a loss that is not finite; the steps before
-            are in the folder, and the run can be resumed.
+    Raises BadInput: an engine that cannot serve the run, a reward that raises, a loss that is not finite; the steps
+    before are in the folder, and the run can be resumed.
     """
     held_out = tasks.get(config.task).sample(np.random.default_rng([0, 1]), config.held_out, held_out=True)
     _check(config, llm, learner)
@@ -216,8 +215,7 @@ def update(
     With micro-batches the batch has no gradient: each piece is evaluated again, and its loss divided by the count of
     the whole batch.
 
-    Raises:
-        BadInput: a loss or a gradient that is not finite; the weights are as they were.
+    Raises BadInput: a loss or a gradient that is not finite; the weights are as they were.
     """
     learner.optimizer.zero_grad()
     if config.micro_batch:

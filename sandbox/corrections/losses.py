@@ -30,8 +30,7 @@ def reinforce(batch: Batch, corrected: Corrected, denominator: str | float = "fi
             "kept" counts kept tokens only; "responses" counts responses, so that long ones weigh more. A number is the
             count itself: that of the global batch, where this one is a micro-batch or a rank's share.
             An empty or wholly rejected batch has loss 0 and gradient 0.
-    Raises:
-        BadInput: unknown denominator; a centred correction on a batch without `logp_train_all`.
+    Raises BadInput: unknown denominator; a centred correction on a batch without `logp_train_all`.
     """
     per_token = reinforce_per_token(batch, corrected)
     return namespace(per_token).sum(per_token) / total(batch, batch.mask & corrected.keep, denominator, per_token)

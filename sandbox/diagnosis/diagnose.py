@@ -29,8 +29,7 @@ def diagnose(chunks: Iterable[Chunk], sample_tokens: int = SAMPLE_TOKENS) -> dic
     Args:
         chunks: of `readers.read`, or of `refusals.check`.
         sample_tokens: how many tokens are kept for what sums cannot say.
-    Raises:
-        BadInput: not one response can be used.
+    Raises BadInput: not one response can be used.
     """
     return outcome(collect(chunks, sample_tokens))
 

@@ -171,8 +171,7 @@ def first_keys(path: Path, lines: int = 100) -> Iterator[set[str]]:
 def read_parquet(path: Path, names: Mapping[str, str], source: str) -> Iterator[Table]:
     """The rows of a file in pieces; the rows after damage are refused.
 
-    Raises:
-        Unreadable: the file does not even say its columns and how many rows it has.
+    Raises Unreadable: the file does not even say its columns and how many rows it has.
     """
     wanted = {names.get(name, name): name for name in COLUMNS}
     with _polars_errors(source):

@@ -25,8 +25,7 @@ def summary(case: Case, with_matrices: bool = False) -> dict[str, Any]:
     discrepancy_bias {leading, within_token, prefix, downstream, total: first order in d, zero lag, at the sampler's
     weights}; lag_matrices {H, M, F: sorted eigenvalues at the sampler's weights}, only if asked for.
 
-    Raises:
-        BadInput: matrices of a problem too large for them.
+    Raises BadInput: matrices of a problem too large for them.
     """
     policies = policies_of(case)
     result = {name: value for name, value in vars(exact.report(case.problem, policies)).items() if name in KEYS}

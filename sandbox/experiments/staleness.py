@@ -87,8 +87,7 @@ def at_budget(runs: pl.DataFrame, budget: float, costs: Sequence[float] = COSTS)
     Args:
         runs: of `mean_field_runs` or `monte_carlo_runs`, at least `budget` steps of each.
     Returns: columns cost, rule, value, return (mean over the runs), standard_error, steps, syncs (means).
-    Raises:
-        BadInput: the runs are shorter than the budget.
+    Raises BadInput: the runs are shorter than the budget.
     """
     if runs["step"].max() < budget:  # type: ignore[operator]
         raise BadInput(f"runs have {runs['step'].max()} steps, fewer than the budget of {budget:g}")
@@ -117,8 +116,7 @@ def optimum(reached: pl.DataFrame, start: float, threshold: float = 0.5) -> pl.D
     Returns: cost, best_threshold, return_best, return_at (at `threshold`), loss (of it against the best threshold,
         as a share of the best gain over `start`), flat_from and flat_to (thresholds within 1 % of the best gain),
         best_period, return_period.
-    Raises:
-        BadInput: no threshold or no period in `reached`, or none of them `threshold`.
+    Raises BadInput: no threshold or no period in `reached`, or none of them `threshold`.
     """
     if missing := {"threshold", "period"} - set(reached["rule"] if len(reached) else []):
         raise BadInput(f"reached has no rule of the kind {min(missing)}, expected thresholds and periods")

@@ -188,9 +188,8 @@ def run(
         progress: called with the tasks done and all tasks.
     Returns: a row a run: the cell's axes, run, ess_step, failure_step, return, return_sampler, syncs,
         kl (from on-policy, in units of the pair's), staleness (of a fixed period, else null).
-    Raises:
-        BadInput: another config's folder, or one that another process is at; a damaged part; a problem that cannot be
-            read; a dead worker or cluster.
+    Raises BadInput: another config's folder, or one that another process is at; a damaged part; a problem that cannot
+    be read; a dead worker or cluster.
     """
     cases = {name: problem_json.named(name) for name in sweep.problems}
     asked = config.resolved(sweep) | {"digests": [_digest(case) for case in cases.values()]}

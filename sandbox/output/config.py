@@ -28,8 +28,7 @@ PRESETS: dict[type, Mapping[str, Any]] = {Correction: presets.PRESETS | presets.
 def load(path: Path, cls: type[T]) -> T:
     """The dataclass `cls` that a TOML file describes.
 
-    Raises:
-        BadInput: no such file, not TOML, an unknown key, a value of the wrong type, an unknown preset.
+    Raises BadInput: no such file, not TOML, an unknown key, a value of the wrong type, an unknown preset.
     """
     try:
         data = tomllib.loads(path.read_text())

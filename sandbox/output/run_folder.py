@@ -79,8 +79,7 @@ def create_run(folder: Path, config: dict[str, Any]) -> Path:
     Args:
         folder: must not exist, or be an empty directory.
         config: the resolved configuration, seeds included; anything `plain` can turn into JSON.
-    Raises:
-        BadInput: the folder holds something already, or cannot be made.
+    Raises BadInput: the folder holds something already, or cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +95,7 @@ def create_run(folder: Path, config: dict[str, Any]) -> Path:
 def resume_run(folder: Path, config: dict[str, Any]) -> bool:
     """Mark a folder's run as running again and delete the half-written files of a kill; False if there is no run.
 
-    Raises:
-        BadInput: run.json cannot be read, or has another config; naming the fields that differ.
+    Raises BadInput: run.json cannot be read, or has another config; naming the fields that differ.
     """
     for leftover in folder.rglob(".*.tmp"):
         leftover.unlink(missing_ok=True)

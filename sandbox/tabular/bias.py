@@ -82,8 +82,7 @@ def by_horizon(problem: Problem, logp: np.ndarray, log_ratio: np.ndarray, horizo
         horizons: numbers of tokens T >= 1, such as range(1, 1025).
     Returns: a row a horizon: horizon, gradient, the four parts, total, and left_by_dlc, left_by_tis: norms of what
         those two leave of a discrepancy (seq_is leaves nothing).
-    Raises:
-        BadInput: a horizon below 1, or none.
+    Raises BadInput: a horizon below 1, or none.
     """
     if not horizons or min(horizons) < 1:
         raise BadInput(f"horizons are {list(horizons)}, expected numbers >= 1")

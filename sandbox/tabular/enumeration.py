@@ -26,8 +26,7 @@ def count(problem: Problem) -> float:
 def sequences(problem: Problem) -> np.ndarray:
     """Every sequence as flat indices s V + a of its tokens, -1 after the end. int (N, T)
 
-    Raises:
-        BadInput: with the number, where there are more than `MOST`.
+    Raises BadInput: with the number, where there are more than `MOST`.
     """
     n = count(problem)
     if n > 1.001 * MOST:  # `count` rounds
@@ -67,8 +66,7 @@ def pulls(
 ) -> Iterator[Pulls]:
     """Every sequence with A = (R - baseline) / scale, the correction's own code asked; in chunks.
 
-    Raises:
-        BadInput: with the number of sequences, where there are too many.
+    Raises BadInput: with the number of sequences, where there are too many.
     """
     every = sequences(problem)
     vocabulary = problem.shape[1]

@@ -194,8 +194,7 @@ def expected_update(
 
     A weight that does not factor over tokens (truncated sequences, PPO) is expected over all sequences, one by one.
 
-    Raises:
-        BadInput: such a weight, and more than about a million sequences; their number is in the message.
+    Raises BadInput: such a weight, and more than about a million sequences; their number is in the message.
     """
     return expected_updates(problem, policies, {"": correction}, advantage)[""]
 

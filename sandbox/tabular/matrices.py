@@ -61,8 +61,7 @@ def m_product(problem: Problem, logp: np.ndarray, x: np.ndarray) -> np.ndarray:
 def m_dense(problem: Problem, logp: np.ndarray) -> np.ndarray:
     """M column by column. (S V, S V)
 
-    Raises:
-        BadInput: with the size, where that would take more than some ten seconds; `m_product` has no such limit.
+    Raises BadInput: with the size, where that would take more than some ten seconds; `m_product` has no such limit.
     """
     columns = logp.size
     if columns > MOST_COLUMNS or columns * problem.horizon > MOST_WORK:

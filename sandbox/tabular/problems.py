@@ -32,9 +32,8 @@ class Problem:
         reward: summed along the episode. (S, V)
         horizon: largest number of tokens T of a response.
         initial: state that every episode starts in.
-    Raises:
-        BadInput: naming field and index, for ragged rows, states out of range, nan or infinite rewards,
-            horizon < 1, V < 2.
+    Raises BadInput: naming field and index, for ragged rows, states out of range, nan or infinite rewards, horizon < 1,
+    V < 2.
     """
 
     transition: np.ndarray
@@ -152,8 +151,7 @@ def tree(depth: int, vocabulary: int, leaf_reward: np.ndarray) -> Problem:
 
     Args:
         leaf_reward: reward of each sequence, in the order of its tokens read as a number in base V. (V**depth,)
-    Raises:
-        BadInput: sizes that do not fit.
+    Raises BadInput: sizes that do not fit.
     """
     if depth < 1 or vocabulary < 2:
         raise BadInput(f"depth is {depth} and vocabulary {vocabulary}, expected at least 1 and 2")
@@ -209,8 +207,7 @@ class Case:
         sampler_logits: theta', what the sampler loaded at its last sync. (S, V)
         sampler_log_offset: added to the sampler's log-probabilities, which are then renormalised; 0 for an exact
             sampler. nats. (S, V)
-    Raises:
-        BadInput: naming field and index.
+    Raises BadInput: naming field and index.
     """
 
     problem: Problem

@@ -287,8 +287,7 @@ def run(
 
     Args:
         threads: that share the runs; results do not depend on it.
-    Raises:
-        BadInput: no runs, a negative run, or threads < 1.
+    Raises BadInput: no runs, a negative run, or threads < 1.
     """
     positive("threads", threads)
     if not len(runs) or min(runs) < 0:

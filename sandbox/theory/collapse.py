@@ -118,8 +118,7 @@ def fit_collapse(
         curvature: fit a ((e^(gamma k) - 1)/gamma)^2 + b k, gamma shrunk towards 0: it minimises the relative squared
             residuals over their variance plus (gamma k_last / .5)^2. A free gamma on eight points with 10 % noise
             spreads the predicted step over a range of four times its value. Below five points gamma stays 0.
-    Raises:
-        BadInput: k and var_log_ratio of different shapes, or a k below 1.
+    Raises BadInput: k and var_log_ratio of different shapes, or a k below 1.
     """
     k, measured = np.asarray(k, dtype=float), np.asarray(var_log_ratio, dtype=float)
     if k.shape != measured.shape or k.ndim != 1:

@@ -56,8 +56,7 @@ def trace_fisher_covariance(
     Exact where no state repeats on a path (`problem.layered`): then the visits of one response do not interact and
     E[G' F G] = sum_t E[A^2 f(s_t, a_t)], f(s, a) = (e_a - p)' occ(s) F(s) (e_a - p). Else a mean over `responses`.
 
-    Raises:
-        BadInput: states repeat and there is no `rng` to draw with, or responses < 1.
+    Raises BadInput: states repeat and there is no `rng` to draw with, or responses < 1.
     """
     positive("responses", responses)
     visits, scale = exact.occupancy(problem, logp), exact.advantage_scale(problem, logp, advantage)
@@ -114,8 +113,7 @@ def closed_form(
         logits: weights at the sync. (S, V)
         n: responses per batch, N; inf leaves out the noise.
         rng, responses: how tr(F Sigma) is estimated where states repeat (`trace_fisher_covariance`).
-    Raises:
-        BadInput: logits of another shape, a step size that is not finite and positive, n <= 0.
+    Raises BadInput: logits of another shape, a step size that is not finite and positive, n <= 0.
     """
     positive("step_size", step_size)
     if not n > 0:
@@ -140,8 +138,7 @@ def linearised(
         cfg: its correction must be one whose expected update is a recursion. Var[log w] is that of the lag, under mu.
         noise: b of the closed form.
     Returns: (steps,), and the first k with Var >= ln(1 / threshold), inf for none.
-    Raises:
-        BadInput: noise < 0, a threshold outside (0, 1), a discrepancy that every run draws.
+    Raises BadInput: noise < 0, a threshold outside (0, 1), a discrepancy that every run draws.
     """
     if not noise >= 0:
         raise BadInput(f"noise is {noise}, expected a number >= 0")
@@ -177,9 +174,8 @@ def mean_field(problem: Problem, logits: np.ndarray, cfg: SimConfig, threshold: 
     Args:
         logits: start of trainer and sampler. (S, V)
         cfg: as for `simulate.run`; batch size and seed do not matter.
-    Raises:
-        BadInput: a threshold outside (0, 1), a discrepancy that every run draws, a correction whose expected update is
-            no recursion (truncated sequences, PPO) on a problem of more than about a million sequences.
+    Raises BadInput: a threshold outside (0, 1), a discrepancy that every run draws, a correction whose expected update
+    is no recursion (truncated sequences, PPO) on a problem of more than about a million sequences.
     """
     var_threshold(threshold)  # refuses one outside (0, 1)
     offset, since_sync = lag.offset_of(cfg), 0
