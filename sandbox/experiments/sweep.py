@@ -324,9 +324,10 @@ def summary(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def shown(sweep: SweepConfig, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `summary` as people read them."""
+    """Rows of `summary` as people read them: numbered, for a wide table is split."""
     steps = ("ess_step", "failure_step")
-    return [row | {name: report.update_or_none(row[name], sweep.steps) for name in steps} for row in rows]
+    worded = [{name: report.update_or_none(row[name], sweep.steps) for name in steps} for row in rows]
+    return [{"cell": i} | row | words for i, (row, words) in enumerate(zip(rows, worded, strict=True))]
 
 
 def _name(rule: Any, known: Mapping[str, Any]) -> str:

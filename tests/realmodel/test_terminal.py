@@ -4,8 +4,12 @@ import io
 import json
 import math
 import re
+from pathlib import Path
+
+import pytest
 
 from realmodel import terminal
+from sandbox.experiments import sweep
 from sandbox.output import report
 
 
@@ -42,6 +46,34 @@ def test_headings_and_cells_of_a_demo_are_whole():
     assert {line[-1] for line in lines} <= set("┓┃┩│┘")
     assert max(map(len, lines)) <= terminal.PIPE_WIDTH
     assert "\n".join(lines).count(never) == 8
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "realmodel" / "configs"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("exact", "machine", "--matrices"),
+        ("claims", "C1", "C10", "N4", "N5", "--fast"),
+        ("predict", str(CONFIGS / "predict.toml")),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_prints_nothing_wider_than_a_page(mismatch, command):
+    status, out, _ = mismatch(*command)
+    assert status == 0
+    assert 0 < max(map(len, out.splitlines())) <= terminal.PIPE_WIDTH
+
+
+def test_cells_of_a_sweep_are_numbered_and_steps_that_never_came_are_words():
+    settings = sweep.SweepConfig(problems=("sparse_tree",), steps=7)
+    rows = [{"problem": "sparse_tree", "ess_step": step, "failure_step": math.inf} for step in (3.0, math.inf)]
+    never = "none within 7 updates"
+    assert sweep.shown(settings, rows) == [
+        {"cell": 0, "problem": "sparse_tree", "ess_step": 3.0, "failure_step": never},
+        {"cell": 1, "problem": "sparse_tree", "ess_step": never, "failure_step": never},
+    ]
 
 
 def test_json_is_one_object_with_all_columns():
