@@ -36,3 +36,23 @@ def test_every_file_that_a_page_names_is_there(page: Path):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_module_that_is_imported_exists_also_in_code_inside_strings():
+    """No linter sees the code of a subprocess, a script or a page."""
+    named = re.compile(r"(?:from|import|python3? -m) ((?:sandbox|realmodel|benchmarks|tests)(?:\.\w+)+)")
+    folders = [
+        path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name != "runs"
+    ]
+    files = [ROOT / "Makefile", *ROOT.glob("*.md")]
+    files += [
+        path for folder in folders for kind in ("py", "md", "sh", "toml", "yaml") for path in folder.rglob(f"*.{kind}")
+    ]
+    found = {(name, path) for path in files for name in named.findall(path.read_text())}
+    assert len(found) > 500
+    missing = []
+    for name, path in sorted(found):
+        place = ROOT.joinpath(*name.split("."))
+        if not (place.with_suffix(".py").exists() or (place / "__init__.py").exists()):
+            missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == []
