@@ -112,7 +112,8 @@ def sync_now(run: Run, version: int) -> None:
     used = {int(v) for draft in run.queue if draft.rollout for row in draft.rollout.versions() for v in np.unique(row)}
     if config.probe_kept and run.probe:
         used.add(run.probe.version)
-    run.snapshots = {v: w for v, w in run.snapshots.items() if v in used} | {version: policy.snapshot(model)}
+    run.snapshots = {v: w for v, w in run.snapshots.items() if v in used}  # before the new one: memory
+    run.snapshots[version] = policy.snapshot(model)
     run.at_sync = Synced(version, verification.max_difference)
     if config.probe and not (config.probe_kept and run.probe):
         probe = _draw(run, Draft(0, problems[: config.probe], ""), version, _seed(run, 2, version))

@@ -88,7 +88,7 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
 
     Returns: `ess_step` {closed_form, linearised, mean_field, simulated: median, simulated_interval: quartiles},
         `failure_step` {simulated: median, share: of the runs that failed within the horizon}, `prediction` (that of the
-        mean field, or of simulation where there is none), `status`, `a`, `b`, `curve` (a list of k, and Var[log w] of
+        mean field, or of simulation where there is none), `status`, `a`, `b`, `horizon`, `curve` (k, and Var[log w] of
         each level, and the mean field's ess and return). The closed form is that of the uncorrected update under an
         exact sampler, whatever the correction and the discrepancy; the others have both.
     """
@@ -108,7 +108,7 @@ def tabular(config: PredictConfig) -> dict[str, Any]:
         field = levels.mean_field(problem, logits, cfg, config.threshold)
         steps["mean_field"] = field.ess_step
         curve |= {"mean_field": field.table["var_log_ratio"], **{c: field.table[c] for c in ("ess", "return")}}
-    outcome = {"ess_step": steps, "a": closed.a, "b": closed.b, "threshold": config.threshold}
+    outcome = {"ess_step": steps, "a": closed.a, "b": closed.b, "threshold": config.threshold, "horizon": config.steps}
     if config.runs:
         simulated, failure = _simulated(problem, logits, config, offset)
         outcome |= {"ess_step": steps | simulated, "failure_step": failure}
@@ -147,7 +147,7 @@ def measured(since_sync: pl.DataFrame, threshold: float, horizon: int) -> dict[s
         horizon: updates; a later collapse is not predicted.
     Returns: `predicted_ess_step`, `interval`, `status`, `points_used`, `a`, `b`, the same with gamma in `curved`,
         `observed_ess_step`, `out_of_sample` (whether the collapse came at twice the last step fitted or later),
-        `relative_error`, `curve`.
+        `relative_error`, `horizon`, `curve`.
     """
     later = since_sync.filter(pl.col("k") > 0)
     k, var = later["k"].to_numpy(), later["var_log_ratio"].to_numpy()
@@ -176,22 +176,24 @@ def measured(since_sync: pl.DataFrame, threshold: float, horizon: int) -> dict[s
         "out_of_sample": bool(len(used) and observed >= 2 * used.max()),
         "relative_error": abs(fit.ess_step / observed - 1) if both_finite else math.nan,
         "threshold": threshold,
+        "horizon": horizon,
         "curve": curve.to_dicts(),
     }
 
 
 def tables(outcome: dict[str, Any]) -> dict[str, Sequence[dict[str, Any]]]:
     """What `mismatch predict` prints for people, of `tabular` or `measured`."""
-    horizon = outcome["curve"][-1]["k"]
 
     def step(value: float) -> Any:
-        return report.update_or_none(value, horizon)
+        return report.update_or_none(value, outcome["horizon"])
 
     if "observed_ess_step" in outcome:
+        watched = max((row["k"] for row in outcome["curve"]), default=0)  # a sync ends the watch
         low, high = outcome["interval"]
         row = {"predicted ess_step": step(outcome["predicted_ess_step"]), "earliest": step(low), "latest": step(high)}
         row |= {"with curvature": step(outcome["curved"]["predicted_ess_step"]), "status": outcome["status"]}
-        row |= {"updates fitted": outcome["points_used"], "observed ess_step": step(outcome["observed_ess_step"])}
+        row |= {"updates fitted": outcome["points_used"]}
+        row |= {"observed ess_step": report.update_or_none(outcome["observed_ess_step"], watched)}
         row |= {"failure_step": step(outcome["failure_step"])}
         return {"collapse of this run, updates since the sync": [row]}
     found = outcome["ess_step"]

@@ -222,3 +222,16 @@ def test_bad_input_is_one_line_and_status_two(tmp_path):
         assert done.stdout == ""
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_table_says_how_long_was_predicted_and_how_long_was_watched():
+    """A sync after 9 updates ends the watch; the prediction and the failure are of the whole run of 50."""
+    k = np.arange(10)
+    since = pl.DataFrame({"k": k, "ess": np.exp(-1e-5 * k), "var_log_ratio": 1e-5 * k})
+    (rows,) = predict.tables(predict.measured(since, 0.5, 50) | {"failure_step": math.inf}).values()
+    assert rows[0]["predicted ess_step"] == "none within 50 updates"
+    assert rows[0]["observed ess_step"] == "none within 9 updates"
+    assert rows[0]["failure_step"] == "none within 50 updates"
+    # synced after every update: nothing was watched, and there is no crash
+    (rows,) = predict.tables(predict.measured(since.head(1), 0.5, 50) | {"failure_step": math.nan}).values()
+    assert rows[0]["observed ess_step"] == "none within 0 updates"
