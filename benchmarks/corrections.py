@@ -115,7 +115,7 @@ def main() -> None:
         return straightforward.metrics(batch.logp_train, batch.logp_rollout, sync, batch.mask)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch.compile on cached functions of array-api-compat
         fused = Fused()
         agree(fused(batch)[1], plain()[1])
         agree(eager()[1], plain()[1])

@@ -311,7 +311,7 @@ def eos_ids(llm: Any) -> set[int]:
 @contextlib.contextmanager
 def _random_state() -> Iterator[None]:
     """Puts the random states that vLLM seeds (torch, numpy, random) back as they were."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002, vLLM seeds it
     with torch.random.fork_rng():
         try:
             yield

@@ -86,7 +86,7 @@ def planned(asked: Study) -> dict[str, RunConfig]:
             config = replace(asked.base, seed=seed, steps=asked.steps, probe=probe, learning_rate=rate)
             model = asked.mixture if kind.startswith("mixture") else asked.base.model
             changed = {"correction": correction, "resync": resync, "engine": engine, "model": model}
-            runs[f"{kind}-{seed}"] = replace(config, **changed)  # type: ignore[arg-type]
+            runs[f"{kind}-{seed}"] = replace(config, **changed)
     return runs
 
 

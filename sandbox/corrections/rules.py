@@ -156,11 +156,7 @@ class Mask:
         log_ratio = ratios.select(batch, self.on, self.level, self.clamp)
         inside = ratios.band(log_ratio, self.low, self.high)
         weight = namespace(log_ratio).exp(masked(log_ratio, inside)) if self.weigh else ones(batch)
-        return Corrected(
-            masked(weight, inside) if self.weigh or not self.drop else weight,
-            batch.mask & inside if self.drop else batch.mask,
-            0.0,
-        )
+        return Corrected(masked(weight, inside), batch.mask & inside if self.drop else batch.mask, 0.0)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _interval(log_weight: np.ndarray, prompt: np.ndarray) -> tuple[float, float]
 
 def _size(raw: float, interval: tuple[float, float], log_weight: np.ndarray, n: int, unit: str, ratio: str) -> dict:
     """An ESS with what qualifies it; tails and the truncated ESS are read off `log_weight`, a sample of n."""
-    some, limit = len(log_weight) > 0, math.log(CAP)
+    limit = math.log(CAP)
     return {
         "raw": raw,
         "n": n,
@@ -51,7 +51,7 @@ def _size(raw: float, interval: tuple[float, float], log_weight: np.ndarray, n: 
         "pareto_k_limit": estimators.pareto_k_limit(len(log_weight)),
         "chi2": 1 / raw - 1 if raw > 0 else math.nan,
         "truncated": float(estimators.ess(np.minimum(log_weight, limit))),
-        "share_above_cap": float((log_weight > limit).mean()) if some else math.nan,
+        "share_above_cap": float((log_weight > limit).mean()) if len(log_weight) else math.nan,
         "cap": CAP,
         "n_sampled": len(log_weight),
         "unit": unit,

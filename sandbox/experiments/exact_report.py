@@ -10,10 +10,6 @@ from sandbox.tabular.policy import policies_of
 from sandbox.tabular.problems import Case
 
 CORRECTIONS = ("none", "tis", "icepop", "cis", "dlc", "seq_is")
-KEYS = (
-    "return_train", "return_sampler", "ess", "renyi2", "kl_train_sampler", "kl_sampler_train",
-    "token_kl_on_sampler_prefixes", "gradient", "expected_update", "bias",
-)  # fmt: skip
 
 
 def summary(case: Case, with_matrices: bool = False) -> dict[str, Any]:
@@ -28,7 +24,8 @@ def summary(case: Case, with_matrices: bool = False) -> dict[str, Any]:
     Raises BadInput: matrices of a problem too large for them.
     """
     policies = policies_of(case)
-    result = {name: value for name, value in vars(exact.report(case.problem, policies)).items() if name in KEYS}
+    result = dict(vars(exact.report(case.problem, policies)))
+    del result["occupancy_sampler"]
     for name in ("expected_update", "bias"):
         result[name] = {correction: result[name][correction] for correction in CORRECTIONS}
     parts = bias.split(case.problem, policies.sync, -case.sampler_log_offset)

@@ -45,7 +45,7 @@ def projected(update: np.ndarray, before: np.ndarray, ess: np.ndarray) -> np.nda
     return update - share[:, None, None] * before
 
 
-class Trained(NamedTuple):
+class Ruled(NamedTuple):
     """final: mean return over the last tenth of the updates, (R,). cosine: of successive updates, (K - 1, R)."""
 
     final: np.ndarray
@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Trained:
+def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> Ruled:
     """Training with a step rule; `simulate.update` is the update that it is given."""
     problem, _ = setting(name, cfg.seed)
     before, cosine = np.zeros((runs, *problem.shape)), []
@@ -69,7 +69,7 @@ def follow(name: str, cfg: SimConfig, runs: int, rule: StepRule = as_it_is) -> T
         return applied, ess
 
     returns = baseline.follow(problem, cfg, runs, propose).returns
-    return Trained(returns[:, -(cfg.steps // 10) :].mean(axis=1), np.array(cosine[1:]))
+    return Ruled(returns[:, -(cfg.steps // 10) :].mean(axis=1), np.array(cosine[1:]))
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -153,24 +153,21 @@ def _growth_exponents(seed: int) -> tuple[float, float]:
     """d log |x_k - x_k(exact)| / d log k over k = 2 .. 12, small steps: an offset without lag; a lag without offset."""
     case = PRESETS["machine"](seed)
     problem, eta, steps, shape = case.problem, 0.005, 12, (12, -1)
-    x, synced = np.zeros(problem.shape), []
-    for _ in range(steps):
-        now = policies(case.logits + x, case.logits + x, case.sampler_log_offset)
-        x = x + eta * exact.expected_update(problem, now, CORRECTIONS["none"], "normalised")
-        synced.append(x)
+
+    def synced(offset: np.ndarray | float) -> np.ndarray:
+        x = [np.zeros(problem.shape)]
+        for _ in range(steps):
+            now = policies(case.logits + x[-1], case.logits + x[-1], offset)
+            x.append(x[-1] + eta * exact.expected_update(problem, now, CORRECTIONS["none"], "normalised"))
+        return np.array(x[1:])
+
     true, stale = (
         lag.path(problem, case.logits, SimConfig(CORRECTIONS[c], step_size=eta, steps=steps))[1:]
         for c in ("seq_is", "none")
     )
-    # The exactly corrected path divides by the sampler's frozen scale; the synced one by its own.
-    fresh, y = [], np.zeros(problem.shape)
-    for _ in range(steps):
-        y = y + eta * exact.expected_update(
-            problem, policies(case.logits + y, case.logits + y), CORRECTIONS["none"], "normalised"
-        )
-        fresh.append(y)
     k = np.log(np.arange(2, steps + 1))
-    gaps = np.array(synced) - np.array(fresh), stale - true
+    # the exactly corrected path divides by the sampler's frozen scale, the synced ones by their own
+    gaps = synced(case.sampler_log_offset) - synced(0.0), stale - true
     slopes = [np.polyfit(k, np.log(np.linalg.norm(gap.reshape(shape), axis=1)[1:]), 1)[0] for gap in gaps]
     return float(slopes[0]), float(slopes[1])
 

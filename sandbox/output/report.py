@@ -59,7 +59,7 @@ def render(title: str, sections: list[Section], provenance: dict[str, Any]) -> s
 
 def heading(name: str) -> str:
     """A column's name for people; the two steps keep the names that everything else gives them."""
-    return name if name in ("ess_step", "failure_step") else name.replace("_", " ").replace("ess step", "ess_step")
+    return name.replace("_", " ").replace("ess step", "ess_step").replace("failure step", "failure_step")
 
 
 def cell(value: Any) -> str:

@@ -120,8 +120,9 @@ def advantage_visits_of(problem: Problem, visits: np.ndarray, past: np.ndarray, 
 
 
 def advantage_scale(problem: Problem, logq: np.ndarray, advantage: Advantage) -> float:
-    """What the centred advantage is divided by: 1, or sd_q(R) + 1e-6 where it is "normalised". Raises BadInput
-    else. (..., S, V) -> (...)
+    """What the centred advantage is divided by: 1, or sd_q(R) + 1e-6 where it is "normalised". (S, V)
+
+    Raises BadInput for another advantage.
     """
     if advantage not in ADVANTAGES:
         raise BadInput(f"advantage is {advantage!r}, expected one of {', '.join(ADVANTAGES)}")

@@ -63,7 +63,7 @@ class Problem:
     @property
     def shape(self) -> tuple[int, int]:
         """(S, V): number of states, size of the vocabulary."""
-        return self.transition.shape  # type: ignore[return-value]
+        return self.transition.shape
 
     @cached_property
     def layers(self) -> tuple[slice | np.ndarray, ...]:

@@ -185,8 +185,6 @@ def _relative_nnls(first: np.ndarray, second: np.ndarray, values: np.ndarray) ->
 def shortfall(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """How far a run's return or pass rate lies below the mean of the on-policy runs, and the standard error of that.
 
-    Raises BadInput for fewer than two on-policy runs, or other lengths.
-
     The error adds two sources: the held-out problems (paired, the same for every run; none where there is one problem,
     whose return is exact) and the training seed, whose variance is pooled over all measurements of the on-policy runs
     and counted once for the run and 1/m for their mean.
@@ -196,6 +194,7 @@ def shortfall(run: np.ndarray, on_policy: Sequence[np.ndarray]) -> tuple[np.ndar
         on_policy: m >= 2 runs, each (K, problems)
     Returns:
         (difference, standard_error), each (K,); positive differences are below on-policy.
+    Raises BadInput for fewer than two on-policy runs.
     """
     if len(on_policy) < 2:
         raise BadInput(f"on_policy has {len(on_policy)} run; the seed's noise needs two")

@@ -138,10 +138,10 @@ def test_unpack_keeps_order_gradient_and_versions():
     rows = [[-1.0, -2.0], [-3.0], [-4.0, -5.0], [-6.0, -7.0]]
     assert [apart.logp_train[i][apart.mask[i]].tolist() for i in range(4)] == rows
     assert apart.advantage[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert apart.version_rollout[3].tolist() == [5, 6]  # type: ignore[index]
+    assert apart.version_rollout[3].tolist() == [5, 6]
     assert apart.version_train == 6
     apart.logp("logp_train").sum().backward()
-    assert logp.grad.tolist() == [[1.0, 1.0, 1.0, 0.0], [1.0] * 4]  # type: ignore[union-attr]
+    assert logp.grad.tolist() == [[1.0, 1.0, 1.0, 0.0], [1.0] * 4]
     with pytest.raises(BadInput, match=r"segment has shape \(2, 3\)"):
         unpack(packed, torch.zeros(2, 3))
 

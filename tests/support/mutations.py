@@ -66,7 +66,7 @@ def mutants(source: str) -> Iterator[tuple[int, str, str, str]]:
         node = list(ast.walk(tree))[index]
         before = ast.unparse(node)
         if flip(node) and not inside(tree, node):
-            yield node.lineno, before, ast.unparse(node), ast.unparse(ast.fix_missing_locations(tree))  # type: ignore
+            yield node.lineno, before, ast.unparse(node), ast.unparse(ast.fix_missing_locations(tree))
 
 
 def flip(node: ast.AST) -> bool:
@@ -85,9 +85,9 @@ def flip(node: ast.AST) -> bool:
         case ast.UnaryOp(op=ast.USub()):
             node.op = ast.UAdd()
         case ast.Call(func=ast.Attribute(attr=name)) if name in NAMES:
-            node.func.attr = NAMES[name]  # type: ignore[attr-defined]
+            node.func.attr = NAMES[name]
         case ast.Call(func=ast.Name(id=name)) if name in NAMES:
-            node.func.id = NAMES[name]  # type: ignore[attr-defined]
+            node.func.id = NAMES[name]
         case _:
             return False
     return True

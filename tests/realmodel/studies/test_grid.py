@@ -50,7 +50,7 @@ def test_the_default_study_and_its_file_agree():
     assert runs["exact-2"].engine.kind == "exact"
     assert runs["off-dlc-1"].engine.offset_sd == 0.3
     assert runs["on-policy-3"].engine.offset_sd == 0.0
-    assert runs["stale-raised-1"].correction.floor == -math.log(2)  # type: ignore[attr-defined]
+    assert runs["stale-raised-1"].correction.floor == -math.log(2)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_run_goes_on_only_with_its_own_config_and_a_whole_checkpoint(folder, e
         kill_me.run(folder, out, "exact", exact_engine)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # of the pickle that the test makes
 def test_a_checkpoint_is_never_executed(tmp_path):
     import pickle
 

@@ -100,7 +100,7 @@ def test_steps_say_what_happened(llm, learner, tmp_path):
     np.testing.assert_allclose(ess[[0, 2, 4]], 1, atol=1e-6)
     assert (ess[[1, 3]] < 1 - 1e-6).all()
     # a float32 engine: the discrepancy is rounding
-    assert np.sqrt(steps["discrepancy"].drop_nulls()).max() <= 1e-5  # type: ignore[operator]
+    assert np.sqrt(steps["discrepancy"].drop_nulls()).max() <= 1e-5
     identity = steps["discrepancy"] + steps["lag"] + steps["cross_term"]
     np.testing.assert_allclose(identity.drop_nulls(), steps["total"].drop_nulls(), rtol=1e-4, atol=1e-12)
     run = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -332,5 +332,5 @@ def test_the_pass_rate_of_a_scored_task_is_sampled_from_the_live_weights(llm, le
         assert passed == rewards
     # the batches are still drawn from version 0
     assert steps["version_rollout"].to_list() == [0] * 4
-    assert np.sqrt(steps["discrepancy"].drop_nulls()).max() <= 1e-5  # type: ignore[operator]
+    assert np.sqrt(steps["discrepancy"].drop_nulls()).max() <= 1e-5
     assert steps["lag"][2] > 1e-4

@@ -36,8 +36,8 @@ def score_gradient(k: int, level: str = "token", seed: int = 0) -> np.ndarray:
     every = {n: torch.tensor(x) for n, x in tables.items()} | {"train": logits.log_softmax(-1)}
     token = torch.tensor(np.random.default_rng(seed).integers(3, size=(2, 3, 1)))
     batch = with_top(every, k, token)
-    losses.reinforce(batch, DLC(level)(batch)).backward()  # type: ignore[arg-type]
-    return logits.grad.numpy()  # type: ignore[union-attr]
+    losses.reinforce(batch, DLC(level)(batch)).backward()
+    return logits.grad.numpy()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -109,5 +109,5 @@ def test_masked_places_have_no_coefficients_whatever_they_hold():
     junk = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     junk = {n: x.masked_fill(~mask[..., None], math.nan) if n.endswith("_all") else x for n, x in junk.items()}
     centre = DLC()(Batch(**{**junk, "mask": mask})).centre
-    assert (centre[~mask] == 0).all()  # type: ignore[index]
-    assert torch.isfinite(centre).all()  # type: ignore[arg-type]
+    assert (centre[~mask] == 0).all()
+    assert torch.isfinite(centre).all()

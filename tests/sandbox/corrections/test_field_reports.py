@@ -292,7 +292,7 @@ def test_p29_both_denominators():
     assert (account["tokens"], account["tokens_kept"]) == (5, 2)
     assert weighted / 5 == pytest.approx(0.4443, abs=1e-4)
     assert weighted / 2 == pytest.approx(1.1107, abs=1e-4)
-    assert account["loss_kept"] / account["loss_fixed"] == pytest.approx(2.5)  # type: ignore[operator]
+    assert account["loss_kept"] / account["loss_fixed"] == pytest.approx(2.5)
 
 
 def test_p30_masked_values_are_not_in_the_numerator_and_have_no_gradient():
@@ -303,7 +303,7 @@ def test_p30_masked_values_are_not_in_the_numerator_and_have_no_gradient():
     loss = losses.reinforce(batch, PRESETS["none"](batch))
     loss.backward()
     assert loss.item() == 2.0
-    assert p.grad.tolist() == [[-0.5, 0.0], [-1.5, 0.0]]  # type: ignore[union-attr]
+    assert p.grad.tolist() == [[-0.5, 0.0], [-1.5, 0.0]]
 
 
 def test_p31_an_empty_response_adds_no_token():
@@ -426,7 +426,7 @@ def test_p38_bypass_does_not_count_twice():
 def test_p38_weights_of_the_parts_multiply_to_the_whole(batch: Batch):
     whole = Truncate("token", math.inf)(batch).weight
     for parts in (("discrepancy", "lag"), ("behaviour", "drift")):
-        product = Compose(tuple(Truncate("token", math.inf, on) for on in parts))(batch).weight  # type: ignore[arg-type]
+        product = Compose(tuple(Truncate("token", math.inf, on) for on in parts))(batch).weight
         np.testing.assert_allclose(product, whole, rtol=1e-12)
 
 

@@ -201,7 +201,7 @@ def test_a_token_the_trainer_rules_out_has_weight_zero_and_a_finite_loss():
     loss = losses.reinforce(batch, PRESETS["tis"](batch))
     loss.backward()
     assert torch.isfinite(loss)
-    assert torch.isfinite(p.grad).all()  # type: ignore[arg-type]
+    assert torch.isfinite(p.grad).all()
 
 
 def tables(batch: Batch) -> tuple:
@@ -231,7 +231,7 @@ QUICK = ("tis", "dlc", "slime.mis", "areal.token_k3", "opsm")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS])
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")  # a hundred lines on cached functions of array-api-compat
 def test_compiles_as_one_graph(name: str):
     """The graph is captured whole; run as it is, without a C++ compiler, which `make bench` has."""
     torch.compiler.reset()  # every preset goes through the same lines of code: else they would count as recompilations

@@ -69,7 +69,7 @@ def test_a_correction_is_data(correction: Correction):
     hash(correction)
     assert eval(repr(correction), {type(r).__name__: type(r) for r in RULES.values()} | {"inf": math.inf}) == correction
     with pytest.raises(dataclasses.FrozenInstanceError):
-        correction.cap = 3.0  # type: ignore[attr-defined]
+        correction.cap = 3.0
 
 
 @given(batch=batches())
@@ -311,7 +311,7 @@ def test_gradient_of_the_loss_is_minus_the_update(name: str, denominator: str | 
     for b, t in zip(*np.nonzero(corrected.keep.numpy()), strict=True):
         centre = pi[b, t] + (corrected.centre[b, t].numpy() if not isinstance(corrected.centre, float) else 0.0)
         expected[b, t] = weight[b, t] * advantage[b, 0] * (np.eye(4)[token[b, t]] - centre) / count
-    np.testing.assert_allclose(-theta.grad.numpy(), expected, atol=1e-12)  # type: ignore[union-attr]
+    np.testing.assert_allclose(-theta.grad.numpy(), expected, atol=1e-12)
 
     def value(x: np.ndarray) -> float:
         return losses.reinforce(batch_of(torch.tensor(x).log_softmax(-1)), corrected, denominator).item()
@@ -336,10 +336,10 @@ def test_placeholders_give_a_finite_gradient_and_an_empty_batch_none(name: str):
         )  # fmt: skip
         loss = losses.reinforce(batch, PRESETS[name](batch))
         loss.backward()
-        assert torch.isfinite(train.grad).all()  # type: ignore[arg-type]
+        assert torch.isfinite(train.grad).all()
         if not mask.any():
             assert loss.item() == 0.0
-            assert (train.grad == 0).all()  # type: ignore[operator]
+            assert (train.grad == 0).all()
 
 
 def test_unknown_denominator():
@@ -376,7 +376,7 @@ def test_every_log_ratio_is_numerator_minus_denominator(on: str):
     )  # fmt: skip
     expected = {"total": 3.5, "lag": 0.5, "discrepancy": 3.0, "behaviour": 2.0, "drift": 1.5}[on]
     assert batch.log_ratio(on).item() == expected
-    assert Truncate("token", math.inf, on)(batch).weight.item() == math.exp(expected)  # type: ignore[arg-type]
+    assert Truncate("token", math.inf, on)(batch).weight.item() == math.exp(expected)
     unanchored = dataclasses.replace(batch, logp_old=None)
     assert unanchored.log_ratio("drift").item() == 0.0
     assert unanchored.log_ratio("behaviour").item() == 3.5

@@ -91,8 +91,8 @@ def test_the_token_error_splits_exactly(batch: Batch):
     split = estimators.decompose(batch)
     assert split.total == pytest.approx(split.discrepancy + split.lag + split.cross_term, abs=1e-12, nan_ok=True)
     tokens = list(zip(*np.nonzero(batch.mask), strict=True))
-    d = [batch.logp_sync[i] - batch.logp_rollout[i] for i in tokens]  # type: ignore[index]
-    g = [batch.logp_train[i] - batch.logp_sync[i] for i in tokens]  # type: ignore[index]
+    d = [batch.logp_sync[i] - batch.logp_rollout[i] for i in tokens]
+    g = [batch.logp_train[i] - batch.logp_sync[i] for i in tokens]
     if not tokens:
         assert math.isnan(split.discrepancy)
         return

@@ -22,7 +22,7 @@ def tokens_of(batch: Batch) -> list[list[tuple[float, float, float]]]:
     rows = []
     for b in range(len(batch.mask)):
         logs = (batch.logp_train, batch.logp_sync, batch.logp_rollout)
-        row = [tuple(math.exp(x[b, t]) for x in logs) for t in np.flatnonzero(batch.mask[b])]  # type: ignore[index]
+        row = [tuple(math.exp(x[b, t]) for x in logs) for t in np.flatnonzero(batch.mask[b])]
         rows += [row] if row else []
     return rows
 
@@ -157,7 +157,7 @@ def test_float32_sums_stay_safe():
     a, b = (report(x) for x in (tensors, exact))
     for unit, ess in b.ess.items():
         assert a.ess[unit].raw == pytest.approx(ess.raw, rel=1e-4)
-    assert dataclasses.astuple(a.decomposition) == pytest.approx(dataclasses.astuple(b.decomposition), rel=1e-5)  # type: ignore[arg-type]
+    assert dataclasses.astuple(a.decomposition) == pytest.approx(dataclasses.astuple(b.decomposition), rel=1e-5)
     assert a.kl_sampler_train["k3"] == pytest.approx(b.kl_sampler_train["k3"], rel=1e-5)
     assert a.perplexity == pytest.approx(b.perplexity, rel=1e-5)
     assert a.tails.kurtosis == pytest.approx(b.tails.kurtosis, rel=1e-4)
@@ -195,7 +195,7 @@ def test_a_token_the_trainer_rules_out_is_an_alarm_and_stays_in_n():
     assert told.kl_sampler_train["k1"] == math.inf
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")  # a hundred lines on cached functions of array-api-compat
 def test_the_pass_over_the_tokens_compiles_as_one_graph():
     batch = as_torch(big(8, 40))
     corrected = PRESETS["tis"](batch)

@@ -43,11 +43,11 @@ def test_figures_draw_what_they_are_given():
     table = pl.DataFrame({"step": [0, 1, 2], "discrepancy": [1e-4] * 3, "lag": [0.0, 4e-4, None]})
     plots.decomposition(ax, {"none": table})
     lag, d = ax.lines[0], ax.lines[1]
-    assert lag.get_ydata()[1] == 0.02  # type: ignore[index]
-    assert d.get_ydata()[0] == 0.01  # type: ignore[index]
+    assert lag.get_ydata()[1] == 0.02
+    assert d.get_ydata()[0] == 0.01
     plt.close()
     _, ax = plt.subplots()
     fit = pl.DataFrame({"k": [0, 1, 2, 4], "var_log_ratio": [0.0, 0.1, 0.3, 1.2]})
     plots.variance_fit(ax, {"none": fit}, {"none": (0.05, 0.05)}, 0.0866)
-    assert ax.lines[1].get_ydata()[-1] == 0.05 * 16 + 0.05 * 4  # type: ignore[index]
+    assert ax.lines[1].get_ydata()[-1] == 0.05 * 16 + 0.05 * 4
     plt.close()

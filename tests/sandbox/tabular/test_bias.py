@@ -21,7 +21,7 @@ STEP = 1e-4
 def examples() -> list[tuple[Problem, np.ndarray, np.ndarray]]:
     """Problem, mu, log ratio: a machine whose states repeat, one that can end early, a tree."""
     rng = np.random.default_rng(0)
-    ending = Problem([[1, -1, 0], [2, 0, 1], [-1, 2, 2]], rng.normal(1, 1, (3, 3)), 7)  # type: ignore[arg-type]
+    ending = Problem([[1, -1, 0], [2, 0, 1], [-1, 2, 2]], rng.normal(1, 1, (3, 3)), 7)
     chosen = [problems.state_machine(rng, 4, 3, 12), ending, problems.tree(3, 3, rng.normal(1, 1, 27))]
     return [(p, log_policy(random_logits(rng, p)), rng.normal(0.3, 1, p.shape)) for p in chosen]
 

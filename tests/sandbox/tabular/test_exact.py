@@ -76,7 +76,7 @@ def test_gradient_equals_finite_differences_to_six_digits(case, seed):
 def test_the_gradient_of_the_kl_to_uniform_where_responses_end_early():
     """Central differences. Their length then depends on the policy, and the constant log V of every token counts."""
     transition = [[1, -1, 2], [2, 1, -1], [-1, 0, 1]]
-    problem = Problem(transition, np.zeros((3, 3)), 5)  # type: ignore[arg-type]
+    problem = Problem(transition, np.zeros((3, 3)), 5)
     logits, h = random_logits(np.random.default_rng(0), problem), 1e-5
     uniform = np.full((3, 3), -math.log(3))
     slope = np.empty((3, 3))
@@ -201,7 +201,7 @@ def test_a_truncated_sequence_weight_over_many_sequences():
 def test_an_unknown_advantage_is_refused():
     problem = problems.bandit([0.0, 1.0])
     with pytest.raises(BadInput, match="advantage is 'raw'"):
-        exact.advantage_scale(problem, np.log(np.full((1, 2), 0.5)), "raw")  # type: ignore[arg-type]
+        exact.advantage_scale(problem, np.log(np.full((1, 2), 0.5)), "raw")
 
 
 @given(strategies.problems_with_policies(), st.integers(0, 2**32))

@@ -46,7 +46,7 @@ def test_bad_input_is_one_line_naming_field_and_index(change, message):
 
 def test_a_problem_cannot_be_changed_through_its_input_or_its_arrays():
     reward = np.array(GOOD["reward"])
-    problem = Problem(GOOD["transition"], reward, 3)  # type: ignore[arg-type]
+    problem = Problem(GOOD["transition"], reward, 3)
     reward[0, 0] = 7.0
     assert problem.reward[0, 0] == 0.0
     with pytest.raises(ValueError, match="read-only"):
@@ -125,7 +125,7 @@ def test_constructors_refuse_impossible_sizes(make):
 def test_draw_has_the_frequencies_of_the_policy_and_stops_at_the_end():
     """Two runs with different policies, 40,000 responses each. Bound of 5 standard errors on each of 2 x 10 sequence
     frequencies: false alarm 1e-5; the seed is fixed."""
-    problem = Problem([[1, -1, 0], [-1, 1, 1]], np.zeros((2, 3)), 3)  # type: ignore[arg-type]
+    problem = Problem([[1, -1, 0], [-1, 1, 1]], np.zeros((2, 3)), 3)
     rng = np.random.default_rng(5)
     logq = np.stack([log_policy(random_logits(rng, problem)) for _ in range(2)])
     n = 40_000

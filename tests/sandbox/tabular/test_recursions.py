@@ -94,14 +94,14 @@ def test_a_long_machine_equals_the_plain_recursion(ends):
 def test_underflow_is_noticed_and_avoided():
     """A part of the machine that is never reached grows by e per step; in linear space it drowns all the rest."""
     horizon = 4096
-    problem = Problem([[0, 0], [1, 1]], np.zeros((2, 2)), horizon)  # type: ignore[arg-type]
+    problem = Problem([[0, 0], [1, 1]], np.zeros((2, 2)), horizon)
     kernel = np.array([[-0.7, -0.8], [1.0, 0.5]])
     assert recursions.small(problem)
     assert not recursions.log_sum_by_squaring(problem, kernel)[1] < recursions.NEGLIGIBLE
     expected = horizon * math.log(math.exp(-0.7) + math.exp(-0.8))
     assert_allclose(recursions.log_sum(problem, kernel), expected, rtol=1e-12)
     # Enormous growth and enormous decay, on the way to the end too.
-    ending = Problem([[0, -1]], np.zeros((1, 2)), horizon)  # type: ignore[arg-type]
+    ending = Problem([[0, -1]], np.zeros((1, 2)), horizon)
     for scale in (300.0, -300.0, 600.0):
         kernel = np.array([[scale, scale - 1.0]])
         assert_allclose(recursions.log_sum(ending, kernel), reference.long_log_sum(ending, kernel), rtol=1e-12)

@@ -143,7 +143,7 @@ def test_prefixes_of_negative_mean_advantage_feed_their_lag():
     """A first token decides; behind the bad one the stale update runs away geometrically, behind the good one it dies
     down (both with a little drift of their own)."""
     transition = [[1, 2], [-1, -1], [-1, -1]]
-    problem = Problem(transition, [[0, 0], [0.0, 0.1], [1.0, 1.1]], 2)  # type: ignore[arg-type]
+    problem = Problem(transition, [[0, 0], [0.0, 0.1], [1.0, 1.1]], 2)
     logits = np.array([[0.2, 0.0], [0.1, 0.0], [0.0, 0.2]])
     h = reference.lag_matrices(problem, log_policy(logits))[0]
     blocks = [np.linalg.eigvalsh(h[2 * s : 2 * s + 2, 2 * s : 2 * s + 2]) for s in range(3)]

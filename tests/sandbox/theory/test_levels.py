@@ -48,7 +48,7 @@ def test_noise_term_is_estimated_where_states_repeat():
     """100,000 responses, relative standard error 1.1 %; bound 5 %, false alarm 1e-5, seed fixed. As if states never
     repeated, without the cross terms of two visits, it would be a twelfth of its value."""
     rng = np.random.default_rng(0)
-    problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)  # type: ignore[arg-type]
+    problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)
     logp = log_policy(random_logits(rng, problem))
     with pytest.raises(BadInput, match="rng"):
         levels.trace_fisher_covariance(problem, logp, "centred")
@@ -183,7 +183,7 @@ def test_linearised_is_the_sum_of_powers_of_the_loop(sparse):
 def test_noise_term_of_a_number_of_responses_that_fills_no_chunk():
     """Mean of 20 times 300 draws: standard error 4.5 %, bound 20 %, fixed seeds; a full last chunk makes 1.7."""
     rng = np.random.default_rng(0)
-    problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)  # type: ignore[arg-type]
+    problem = Problem([[0, 1], [0, 0]], rng.normal(1, 1, (2, 2)), 6)
     logp = log_policy(random_logits(rng, problem))
     expected = reference.trace_fisher_covariance(problem, logp, False)
     told = [levels.trace_fisher_covariance(problem, logp, "centred", np.random.default_rng(s), 300) for s in range(20)]
