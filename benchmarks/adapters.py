@@ -31,7 +31,7 @@ from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
 from realmodel.adapters.verl_loss import CARRY  # which registers the losses
 from realmodel.policy import model as policy
-from realmodel.policy import tasks
+from realmodel.policy import recipes, small, tasks
 from sandbox.batch import Batch
 from sandbox.corrections import CORRECTIONS, losses
 
@@ -73,7 +73,7 @@ def interval(differences: np.ndarray, over: float) -> str:
 
 
 def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[float, float, float]]:
-    model, tokenizer = policy.load(policy.build(policy.Recipe()))
+    model, tokenizer = policy.load(small.build(recipes.Recipe()))
     problems = tasks.get("sort8").sample(np.random.default_rng(0), 500, held_out=False)
     data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
     times: list[tuple[float, float, float]] = []
@@ -154,7 +154,7 @@ def trl_run(cls: type, config: type, settings: dict[str, Any]) -> list[tuple[flo
 
 def trainer_step() -> Callable[[], None]:
     """Forward, backward and AdamW on 256 responses, the loss as plain as can be."""
-    model, _ = policy.load(policy.build(policy.Recipe()))
+    model, _ = policy.load(small.build(recipes.Recipe()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     ids = torch.randint(2, 60, (ROWS, 9 + WIDTH))
 

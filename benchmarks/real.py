@@ -16,7 +16,7 @@ import numpy as np
 from realmodel.engine import sampler, sync
 from realmodel.engine.sampler import EngineConfig
 from realmodel.policy import model as policy
-from realmodel.policy import tasks
+from realmodel.policy import recipes, small, tasks
 from realmodel.policy.align import WHOLE, pad, to_batch
 from realmodel.policy.logprobs import log_probs_at
 from realmodel.training import train
@@ -34,7 +34,7 @@ def seconds(work) -> float:
 def main(rounds: int = 15) -> None:
     """Ratio of the steps, seconds of a sync and its verification, and their share of a step of a run."""
     config = RunConfig(steps=8, resync=EveryK(1), probe=0, engine=EngineConfig(dtype="float32"))
-    path = policy.build(policy.Recipe())
+    path = small.build(recipes.Recipe())
     llm, learner = sampler.start(path, config.engine), train.learner(path, config)
     problems = tasks.get(config.task).sample(np.random.default_rng(0), config.prompts, held_out=False)
     prompts = [learner.tokenizer.encode(p.prompt) for p in problems]

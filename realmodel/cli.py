@@ -159,8 +159,7 @@ def train(config: File, resume: bool = False, dry_run: bool = False, out: Out = 
 
     with beside_engine() as (stdout, bar):
         from realmodel.engine import sampler
-        from realmodel.policy import model as policy
-        from realmodel.policy import tasks
+        from realmodel.policy import small, tasks
         from realmodel.studies import dryrun
         from realmodel.training import train as loop
 
@@ -177,7 +176,7 @@ def train(config: File, resume: bool = False, dry_run: bool = False, out: Out = 
             folder = older[-1] if older else out if resume and out and out.is_dir() else new_folder(out, config.stem)
         tasks.get(settings.task)
         task = bar.add_task("starting", total=settings.steps)
-        path = policy.resolve(settings.model, settings.task)
+        path = small.resolve(settings.model, settings.task)
         llm = sampler.start(path, settings.engine)
         learner = loop.learner(path, settings)
 

@@ -18,6 +18,7 @@ from sandbox.errors import BadInput
 
 CHUNK_MIB = 64  # of float32 logits at once; about three such arrays live at the peak
 POSITIONS = 16384  # tokens that go through the model at once where no gradient is wanted
+IN_CACHE = 4096  # the same for a small model: its activations then stay in a core's cache, and memory is used again
 
 
 def log_probs(
@@ -81,6 +82,20 @@ def log_probs_at(
             hidden.append(_last_hidden(model, ids[piece].to(device), weights).flatten(0, 1)[here])
         wanted: Any = _Columns.apply(torch.cat(hidden), matrix, columns, step)
         return wanted
+
+
+@torch.no_grad()
+def log_probs_of_many(model: Any, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`log_probs_at` the live weights without a gradient, a few sequences at a time; its arguments. (N, c)
+
+    Twice as fast on a thousand responses of the small model. Rounding may differ from that of all at once, so the exact
+    engine's bitwise comparison keeps to `log_probs_at`.
+    """
+    size, found = ids.shape[1], []
+    for piece in pieces(len(ids), max(1, IN_CACHE // size)):
+        here = (rows >= piece.start * size) & (rows < piece.stop * size)
+        found.append(log_probs_at(model, ids[piece], rows[here] - piece.start * size, columns[here]))
+    return torch.cat(found)
 
 
 def _last_hidden(model: Any, ids: Tensor, weights: dict[str, Tensor] | None) -> Tensor:

@@ -1,20 +1,10 @@
-"""The policy: build or load a Qwen3, keep snapshots of its weights, score its answers, sample from it.
+"""The policy: load a Qwen3, keep snapshots of its weights, score its answers, sample from it.
 
-`build` makes a small policy (recipes.py) by supervised training on deliberately corrupted answers, so that it is right
-less than half the time at temperature 1 although its most likely answer is nearly always right: reinforcement
-learning then only has to sharpen it. `log_probs(..., weights=snapshot)` (logprobs.py) is the trainer's engine at
-another version of its weights, without a second model.
+`log_probs(..., weights=snapshot)` (logprobs.py) is the trainer's engine at another version of its weights, without a
+second model. small.py has the small policies of our own.
 """
 
-import dataclasses
-import hashlib
-import json
-import math
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,94 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realmodel.policy import tasks
 from realmodel.policy.align import Rollout, pad_ids
-from realmodel.policy.logprobs import log_probs, log_probs_at
-from realmodel.policy.recipes import CHARACTERS, NAMED, Recipe, char_tokenizer, initialise
+from realmodel.policy.logprobs import log_probs, log_probs_of_many
 from realmodel.policy.tasks import Problem
 from sandbox.errors import BadInput
-
-EVALUATED = 1024  # held-out problems
-PARTS = ("config.json", "model.safetensors", "tokenizer.json", "recipe.json")  # of a built folder
-
-
-def resolve(model: str, task: str) -> str | Path:
-    """What to load for a run's `model`: the built folder of a recipe's name, else the folder or hub name itself.
-
-    Raises BadInput: as `build`.
-    """
-    if model not in NAMED:
-        return model
-    return build(Recipe(**{"task": task, "steps": tasks.get(task).supervised_steps, **NAMED[model]}))
-
-
-def build(recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> Path:
-    """Folder of the policy that the recipe describes, built where the cache has none.
-
-    The cache is $MISMATCH_CACHE or ~/.cache/mismatch-sandbox. The same recipe gives the same weights on one machine
-    at one number of threads. `progress` is called with (step, steps, loss).
-
-    Raises BadInput: an unknown task, one that the vocabulary cannot spell, a cache that cannot be written.
-    """
-    task = tasks.get(recipe.task)
-    cache = Path(os.environ.get("MISMATCH_CACHE") or Path.home() / ".cache" / "mismatch-sandbox")
-    key = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache / f"{recipe.task}-{key}"
-    if folder.is_dir():
-        missing = [name for name in PARTS if not (folder / name).is_file()]
-        if missing:
-            raise BadInput(f"cached model {folder} is damaged, {', '.join(missing)} is missing: delete the folder")
-        return folder
-    held_out = task.sample(np.random.default_rng([recipe.seed, 1]), EVALUATED, held_out=True)
-    for problem in held_out:
-        if strange := sorted({*problem.prompt, *problem.answer} - {*CHARACTERS}):
-            raise BadInput(
-                f"task {recipe.task!r} has characters that the small model's vocabulary lacks ({''.join(strange)!r}): "
-                "name a pretrained model"
-            )
-    _no_progress_bars()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(cache)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.{os.getpid()}.", dir=cache))
-    except OSError as error:
-        raise BadInput(f"cache {cache} of the small model cannot be written: {error.strerror}") from error
-    try:
-        begin = time.perf_counter()
-        tokenizer = char_tokenizer()
-        model = initialise(recipe, tokenizer)
-        _train(model, tokenizer, task, recipe, progress)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        record = {
-            "recipe": dataclasses.asdict(recipe),
-            "held_out": EVALUATED,
-            "pass_probability": float(pass_probability(model, held_out, tokenizer).mean()),
-            "greedy_accuracy": float(greedy_right(model, held_out, tokenizer).float().mean()),
-            "seconds": time.perf_counter() - begin,
-        }
-        (unfinished / "recipe.json").write_text(json.dumps(record, indent=1))
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another process built the same recipe meanwhile; its weights serve as well
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Delete half-built folders (`name.pid.random`) of processes that were killed: those whose pid is gone."""
-    for folder in cache.glob("*.*.*"):
-        pid = folder.name.split(".")[1]
-        if pid.isdigit():
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
-                shutil.rmtree(folder, ignore_errors=True)
-            except (OSError, OverflowError):
-                continue  # someone else's live process
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -121,7 +27,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_folder(path)
-    _no_progress_bars()
+    no_progress_bars()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -160,13 +66,10 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: clones[value.data_ptr()] for name, value in state.items()}
 
 
-@torch.no_grad()
-def pass_probability(
-    model: nn.Module, problems: Sequence[Problem], tokenizer, weights: dict[str, Tensor] | None = None
-) -> Tensor:
+def pass_probability(model: nn.Module, problems: Sequence[Problem], tokenizer) -> Tensor:
     """Probability that the policy at temperature 1 gives each problem's answer and then eos: no sampling noise. (n,)"""
     ids, rows, wanted, mask = _answers(problems, tokenizer)
-    logp = log_probs_at(model, ids, rows, wanted[:, None], weights).cpu()
+    logp = log_probs_of_many(model, ids, rows, wanted[:, None]).cpu()
     return torch.zeros(mask.shape).masked_scatter(mask, logp).sum(-1).exp()
 
 
@@ -247,40 +150,7 @@ def _answers(problems: Sequence[Problem], tokenizer) -> tuple[Tensor, Tensor, Te
     return ids, (first + torch.arange(wanted.shape[1]))[mask], wanted[mask], mask
 
 
-def _train(model, tokenizer, task, recipe: Recipe, progress) -> None:
-    """Supervised training on prompts outside the held-out tenth, with corrupted answers."""
-    rng = np.random.default_rng([recipe.seed, 0])
-    noise = np.array(tokenizer.convert_tokens_to_ids(list(task.answer_characters)))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    warm = max(1, recipe.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser,
-        lambda s: min(1.0, (s + 1) / warm) * 0.5 * (1 + math.cos(math.pi * s / recipe.steps)),
-    )
-    for step in range(recipe.steps):
-        problems = task.sample(rng, recipe.batch, held_out=False)
-        prompts = [tokenizer.convert_tokens_to_ids(list(p.prompt)) for p in problems]
-        answers = []
-        for problem in problems:
-            answer = np.array(tokenizer.convert_tokens_to_ids(list(problem.answer)))
-            wrong = rng.random(len(answer)) < recipe.corruption
-            answers.append([*np.where(wrong, rng.choice(noise, len(answer)), answer).tolist(), tokenizer.eos_token_id])
-        ids, attention = pad_ids([p + a for p, a in zip(prompts, answers, strict=True)], tokenizer.pad_token_id)
-        counted = torch.zeros_like(ids, dtype=torch.bool)
-        for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            counted[b, len(prompt) : len(prompt) + len(answer)] = True
-        logp = log_probs(model, ids[:, :-1], attention[:, :-1])
-        loss = -logp.gather(-1, ids[:, 1:, None])[..., 0][counted[:, 1:]].mean()
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        if progress is not None:
-            progress(step + 1, recipe.steps, loss.item())
-
-
-def _no_progress_bars() -> None:
+def no_progress_bars() -> None:
     """transformers draws a bar for every file it reads or writes, over whatever the caller draws."""
     from transformers.utils import logging
 

@@ -8,6 +8,7 @@ always on the same side.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from sandbox.errors import BadInput
 ONE_IN = 10  # prompts held out
 MADE_UP = Path(__file__).with_name("problems.jsonl")  # twenty problems of our own, in the format of GSM8K
 PUBLIC = ("openai/gsm8k", "main/train-00000-of-00001.parquet")  # on the hub; held out is our tenth of it
+LONGEST_SORT = 48  # digits
 DATASET_SIZE = 2**31  # of reasoning-gym's, which are generated: an index is a seed
 # What Qwen3's chat template makes of one question where enable_thinking is false.
 QWEN3_CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -59,6 +61,8 @@ class Task:
         draw: one problem from a random generator.
         max_new_tokens: room for a response; 0: for the answer and eos.
         supervised_steps: that the small model needs before it is nearly always right when greedy.
+        corruption: probability that supervised training replaces a character of an answer. It leaves a pass rate of .3
+            to .55 at temperature 1.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Task:
     draw: Callable[[Generator], Problem]
     max_new_tokens: int = 0
     supervised_steps: int = 300
+    corruption: float = 0.1
 
     def sample(self, rng: Generator, n: int, held_out: bool) -> list[Problem]:
         """`n` problems, all from the held-out tenth of prompts or all from the rest."""
@@ -88,20 +93,46 @@ def reward(response_ids: Sequence[int], answer_ids: Sequence[int], eos_id: int) 
 
 
 def get(name: str) -> Task:
-    """The task of that name: a key of TASKS, or the path of a .jsonl file in the format of GSM8K.
+    """The task of that name: sortN, a key of TASKS, or the path of a .jsonl file in the format of GSM8K.
 
     Raises BadInput: where there is none, a file that is no such file, a package of the extra `tasks` that is missing.
     """
     if name.endswith(".jsonl"):
         return _gsm8k(name, lambda: _read_jsonl(Path(name)))
+    if digits := re.fullmatch(r"sort(0|[1-9]\d*)", name):
+        return _sort(int(digits[1]))
     if name not in TASKS:
-        raise BadInput(f"task {name!r} is unknown, expected one of: {', '.join(TASKS)}")
+        raise BadInput(f"task {name!r} is unknown, expected sortN (N from 1 to {LONGEST_SORT}), {', '.join(TASKS)}")
     return TASKS[name]
 
 
-def _sort8(rng: Generator) -> Problem:
-    digits = "".join(map(str, rng.integers(0, 10, 8)))
-    return Problem(prompt=digits + ">", answer="".join(sorted(digits)))
+@cache
+def _sort(n: int) -> Task:
+    """sortN: put n digits in order. A response has n + 1 tokens, so n sets the response length.
+
+    Supervised training is as long and as corrupted as the small model needs at that length.
+    """
+    if not 1 <= n <= LONGEST_SORT:
+        raise BadInput(f"task 'sort{n}' is unknown, expected sortN with N from 1 to {LONGEST_SORT}")
+
+    def draw(rng: Generator) -> Problem:
+        digits = "".join(map(str, rng.integers(0, 10, n)))
+        return Problem(prompt=digits + ">", answer="".join(sorted(digits)))
+
+    steps = 300 + max(0, n - 8) * 25 // 2
+    return Task(f"sort{n}", "0123456789", draw, supervised_steps=steps, corruption=min(0.1, 0.96 / n))
+
+
+def _carry3(rng: Generator) -> Problem:
+    """Prompts "821+977=". The answer works it out column by column from the right, "1+7+0=08,2+7+0=09,8+9+0=17,", the
+    third number of a column the carry of the column before it, and then gives the sum, "1798"."""
+    a, b = rng.integers(0, 1000, 2)
+    columns, carry = "", 0
+    for x, y in zip(f"{a:03d}"[::-1], f"{b:03d}"[::-1], strict=True):
+        column = int(x) + int(y) + carry
+        columns += f"{x}+{y}+{carry}={column:02d},"
+        carry = column // 10
+    return Problem(prompt=f"{a:03d}+{b:03d}=", answer=f"{columns}{a + b:04d}")
 
 
 def _add2(rng: Generator) -> Problem:
@@ -200,9 +231,8 @@ def _read_public() -> list[dict[str, str]]:
 TASKS = {
     task.name: task
     for task in (
-        Task("sort8", "0123456789", _sort8),
         Task("add2", "0123456789", _add2, supervised_steps=900),
-        _gym("chain_sum", "-0123456789", max_terms=2, max_digits=1),
+        Task("carry3", "0123456789+=,", _carry3, supervised_steps=900, corruption=0.028),
         _gym("spell_backward", "abcdefghijklmnopqrstuvwxyz", max_word_len=6),
         _gsm8k("made_up", lambda: _read_jsonl(MADE_UP)),
         _gsm8k("gsm8k", _read_public),

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from realmodel.engine import sampler
 from realmodel.engine.sampler import EngineConfig
 from realmodel.policy import model as policy
+from realmodel.policy import recipes, small
 from realmodel.studies import compare, study
 from realmodel.training.train import Learner, RunConfig, learner, train
 from sandbox.corrections import CORRECTIONS, EssBelow, EveryK, Never
@@ -68,8 +69,8 @@ def run(demo: Demo, folder: Path, progress: Progress) -> dict[str, Any]:
         progress("tabular policy: predicting and simulating", 0)
         tabular, curves = tabular_part(demo)
         progress("small Qwen3: building it (once; then cached)", 5)
-        recipe = policy.Recipe()
-        path = policy.build(recipe, lambda step, steps, loss: progress(f"small Qwen3: step {step}/{steps}", 50 / steps))
+        recipe = recipes.Recipe()
+        path = small.build(recipe, lambda step, steps, loss: progress(f"small Qwen3: step {step}/{steps}", 50 / steps))
         progress("vLLM: starting the engine", 0)
         base = RunConfig(learning_rate=demo.learning_rate, steps=demo.steps, engine=EngineConfig(dtype="bfloat16"))
         llm = sampler.start(path, base.engine)

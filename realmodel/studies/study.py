@@ -14,7 +14,7 @@ import polars as pl
 
 from realmodel.engine import sampler
 from realmodel.engine.sampler import EngineConfig
-from realmodel.policy import model as policy
+from realmodel.policy import small
 from realmodel.training import checkpoint
 from realmodel.training.settings import RunConfig, learner
 from realmodel.training.train import train
@@ -42,7 +42,7 @@ def carry_out(start: RunConfig, runs: Mapping[str, RunConfig], folder: Path, pro
 def _carry_out(
     start: RunConfig, start_name: str, runs: Mapping[str, RunConfig], folder: Path, progress: Progress
 ) -> None:
-    path = policy.resolve(start.model, start.task)
+    path = small.resolve(start.model, start.task)
     pupil, engines = learner(path, start), {}
 
     def go(name: str, config: RunConfig) -> None:

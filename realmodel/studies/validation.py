@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from realmodel.engine.sampler import EngineConfig
-from realmodel.policy import model as policy
+from realmodel.policy import small
 from realmodel.studies import compare, study
 from realmodel.training.settings import RunConfig, learner
 from sandbox.corrections import CIS, CORRECTIONS, Correction, EssBelow, EveryK, KlAbove, Never, Resync
@@ -134,7 +134,7 @@ def evidence(asked: Study, folder: Path) -> Evidence:
     for name in names:
         by_kind.setdefault(name.rsplit("-", 1)[0], []).append(steps[name])
         folders.setdefault(name.rsplit("-", 1)[0], []).append(folder / name)
-    pupil = learner(policy.resolve(asked.base.model, asked.base.task), asked.base)
+    pupil = learner(small.resolve(asked.base.model, asked.base.task), asked.base)
     kinds = ("on-policy", "dlc", "stale-none", "stale-tis")
     weights = {kind: [study.final(run)["model"] for run in folders[kind]] for kind in kinds}
     responses = compare.held_out_responses(pupil, asked.base.task, weights["on-policy"][0])

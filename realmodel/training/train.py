@@ -27,7 +27,7 @@ from realmodel.engine import sampler
 from realmodel.policy import model as policy
 from realmodel.policy import tasks
 from realmodel.policy.align import Rollout, pad, part, to_batch, trainers, wanted
-from realmodel.policy.logprobs import log_probs_at, pieces
+from realmodel.policy.logprobs import log_probs_at, log_probs_of_many, pieces
 from realmodel.training import record, underway
 from realmodel.training.settings import Learner, RunConfig, learner
 from realmodel.training.underway import Probe, Run
@@ -158,7 +158,7 @@ def probe_lag(learner: Learner, probe: Probe | None, version: int) -> dict[str, 
     if probe is None:
         return {}
     ids, _ = pad(probe.rollout, learner.tokenizer.pad_token_id)
-    pi = log_probs_at(learner.model, ids, *asked(learner, probe.rollout, ids))
+    pi = log_probs_of_many(learner.model, ids, *asked(learner, probe.rollout, ids))
     batch = to_batch(probe.rollout, ids, np.zeros(len(ids)), pi, version, probe.mu)
     return {"probe_version": probe.version} | record.lag_on_probe(batch, probe.rollout.prompt_index)
 

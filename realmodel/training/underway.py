@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from torch import Tensor
 
 from realmodel.engine import sampler, sync
 from realmodel.policy import model as policy
 from realmodel.policy import tasks
 from realmodel.policy.align import WHOLE, Rollout, pad, wanted
-from realmodel.policy.logprobs import log_probs_at
+from realmodel.policy.logprobs import log_probs_of_many
 from realmodel.training import checkpoint
 from realmodel.training.checkpoint import Checkpoint
 from realmodel.training.settings import Learner, RunConfig
@@ -118,8 +117,7 @@ def sync_now(run: Run, version: int) -> None:
     if config.probe and not (config.probe_kept and run.probe):
         probe = _draw(run, Draft(0, problems[: config.probe], ""), version, _seed(run, 2, version))
         ids, _ = pad(probe, tokenizer.pad_token_id)
-        with torch.no_grad():
-            mu = log_probs_at(model, ids, *wanted(probe, ids.shape[1], 0, centre=False))
+        mu = log_probs_of_many(model, ids, *wanted(probe, ids.shape[1], 0, centre=False))
         run.probe = Probe(version, probe, mu)
 
 

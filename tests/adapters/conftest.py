@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def folder():
-    """The small Qwen3, built once a machine."""
-    from realmodel.policy import model
+    """The small Qwen3 on sort8."""
+    from realmodel.policy import small
 
-    return model.build(model.Recipe())
+    return small.resolve("small", "sort8")

@@ -5,6 +5,7 @@ import pytest
 from realmodel.engine import sampler, sync
 from realmodel.engine.sampler import EngineConfig
 from realmodel.policy import model as policy
+from realmodel.policy import recipes
 from tests.support.tiny_model import untrained
 
 
@@ -12,7 +13,7 @@ from tests.support.tiny_model import untrained
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     untrained().save_pretrained(path)
-    policy.char_tokenizer().save_pretrained(path)
+    recipes.char_tokenizer().save_pretrained(path)
     return path
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from realmodel.policy import model as policy
+from realmodel.policy import recipes
 from realmodel.policy.align import Rollout
 
 PROMPTS = [[2 + int(d) for d in np.random.default_rng(i).integers(0, 10, 9)] for i in range(8)]
@@ -11,7 +12,7 @@ PROMPTS = [[2 + int(d) for d in np.random.default_rng(i).integers(0, 10, 9)] for
 
 def untrained(seed: int = 0):
     """A Qwen3 whose logits differ by a few nats, unlike a freshly initialised one's."""
-    model = policy.initialise(policy.Recipe(seed=seed), policy.char_tokenizer())
+    model = recipes.initialise(recipes.Recipe(seed=seed), recipes.char_tokenizer())
     with torch.no_grad():
         for parameter in {id(p): p for p in model.parameters() if p.ndim == 2}.values():
             parameter.mul_(5)

@@ -15,7 +15,7 @@ from trl import TrlParser  # pyright: ignore[reportMissingImports]
 from realmodel.adapters.trl_sampler import CopySampler
 from realmodel.adapters.trl_trainer import MismatchGRPOConfig, MismatchGRPOTrainer
 from realmodel.policy import model as policy
-from realmodel.policy import tasks
+from realmodel.policy import small, tasks
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Run:
 def main() -> None:
     run, args = TrlParser((Run, MismatchGRPOConfig)).parse_args_and_config()
     task = tasks.get(run.task)
-    path = policy.resolve(run.model, run.task)
+    path = small.resolve(run.model, run.task)
     model, tokenizer = policy.load(path)
     problems = task.sample(np.random.default_rng(args.seed), run.problems, held_out=False)
     data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])

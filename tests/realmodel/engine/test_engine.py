@@ -11,6 +11,7 @@ from realmodel.engine import sampler, sync
 from realmodel.engine.sampler import EngineConfig, generate
 from realmodel.engine.sync import SyncError
 from realmodel.policy import model as policy
+from realmodel.policy import recipes
 from realmodel.policy.align import WHOLE
 from sandbox.errors import BadInput
 from tests.support.tiny_model import PROMPTS, adamw_step, disagreement, trainer_rows, untrained
@@ -128,7 +129,7 @@ def test_sync_verify_resample(engines, model, dtype):
     assert verified.weights == 2 * (64 * 256 + 64 * 64 + 64 * 384 + 64 * 64 + 2 * 64 + 2 * 32) + 64 + 2 * 64 * 64
     limit = {"float32": 1e-5, "bfloat16": 0.1, "float16": 0.02}[dtype]
     assert np.sqrt(np.mean(disagreement(model, after) ** 2)) < limit
-    stale = policy.initialise(policy.Recipe(), policy.char_tokenizer())
+    stale = recipes.initialise(recipes.Recipe(), recipes.char_tokenizer())
     stale.load_state_dict(old)
     assert np.sqrt(np.mean(disagreement(stale, before) ** 2)) < limit
     assert np.sqrt(np.mean(disagreement(stale, after) ** 2)) > 5 * limit
@@ -188,7 +189,7 @@ def test_engine_keeps_no_reference_to_the_trainers_weights(engine, model):
     sync.push(engine, model)
     pushed = policy.snapshot(model)
     adamw_step(model)
-    copy = policy.initialise(policy.Recipe(), policy.char_tokenizer())
+    copy = recipes.initialise(recipes.Recipe(), recipes.char_tokenizer())
     copy.load_state_dict(pushed)
     assert sync.verify(engine, copy, PROMPTS).tokens > 0
 
@@ -230,7 +231,7 @@ def one_line(error) -> bool:
 
 
 def test_head_dim_that_a_cpu_cannot_serve(tmp_path):
-    policy.initialise(policy.Recipe(head_dim=16), policy.char_tokenizer()).save_pretrained(tmp_path)
+    recipes.initialise(recipes.Recipe(head_dim=16), recipes.char_tokenizer()).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="head_dim 16 cannot be served") as error:
         sampler.start(tmp_path, EngineConfig())
     assert one_line(error)

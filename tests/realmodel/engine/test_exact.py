@@ -12,6 +12,7 @@ from realmodel.engine import exact, sampler, sync
 from realmodel.engine.sampler import EngineConfig, extend, generate
 from realmodel.engine.sync import SyncError
 from realmodel.policy import model as policy
+from realmodel.policy import recipes
 from realmodel.policy.align import WHOLE, pad, predicted_by
 from sandbox.errors import BadInput
 from tests.support.tiny_model import PROMPTS, adamw_step, trainer_rows
@@ -121,7 +122,7 @@ def test_extend_keeps_what_was_drawn_and_says_which_version_drew_the_rest(folder
         second.response_ids
     )
     by_version = {7: [], 9: []}
-    previous = policy.initialise(policy.Recipe(), policy.char_tokenizer())
+    previous = recipes.initialise(recipes.Recipe(), recipes.char_tokenizer())
     previous.load_state_dict(old)
     rows = {7: trainer_rows(previous, second), 9: trainer_rows(model, second)}
     for b, ids in enumerate(second.response_ids):

@@ -8,6 +8,7 @@ from realmodel.engine import sampler, sync
 from realmodel.engine.sampler import EngineConfig, generate
 from realmodel.engine.sync import SyncError
 from realmodel.policy import model as policy
+from realmodel.policy import recipes
 from sandbox.errors import BadInput
 from tests.support.tiny_model import PROMPTS, adamw_step, disagreement
 
@@ -16,13 +17,13 @@ from tests.support.tiny_model import PROMPTS, adamw_step, disagreement
 def mixture(tmp_path_factory):
     """Folder of a tiny mixture whose logits differ by a few nats."""
     path = tmp_path_factory.mktemp("mixture")
-    recipe = policy.Recipe(experts=4, intermediate=64)
-    model = policy.initialise(recipe, policy.char_tokenizer())
+    recipe = recipes.Recipe(experts=4, intermediate=64)
+    model = recipes.initialise(recipe, recipes.char_tokenizer())
     with torch.no_grad():
         for parameter in {id(p): p for p in model.parameters() if p.ndim >= 2}.values():
             parameter.mul_(5)
     model.save_pretrained(path)
-    policy.char_tokenizer().save_pretrained(path)
+    recipes.char_tokenizer().save_pretrained(path)
     return path
 
 
@@ -71,6 +72,6 @@ def test_experts_that_vllm_reloads_without_packing_are_caught(started, mixture, 
 
 
 def test_experts_that_vllm_cannot_reload_are_refused(tmp_path):
-    policy.initialise(policy.Recipe(experts=4, intermediate=48), policy.char_tokenizer()).save_pretrained(tmp_path)
+    recipes.initialise(recipes.Recipe(experts=4, intermediate=48), recipes.char_tokenizer()).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="moe_intermediate_size 48 cannot be synced on a CPU"):
         sampler.start(tmp_path, EngineConfig())

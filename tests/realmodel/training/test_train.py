@@ -310,7 +310,7 @@ def test_the_pass_rate_of_a_scored_task_is_sampled_from_the_live_weights(llm, le
     def draw(rng):
         return replace(task.draw(rng), score=lambda text, answer: float(text == answer))
 
-    monkeypatch.setitem(tasks.TASKS, task.name, replace(task, draw=draw))
+    monkeypatch.setattr(tasks, "get", lambda name: replace(task, draw=draw))
     zero = policy.snapshot(learner.model)
     drawn, of_live = [], underway.of_live
 
