@@ -29,7 +29,7 @@ def refused(status: int, stdout: str, stderr: str) -> str:
         ("sede = 1", "extra fields found (sede)"),
         ('correction = "dlcc"', "unknown correction 'dlcc', known: none, "),
         ('model = "/nowhere/qwen"', "model '/nowhere/qwen' is no folder"),
-        ('task = "sort9"', "task 'sort9' is unknown"),
+        ('task = "sort99"', "task 'sort99' is unknown"),
         ('model = "broken"', "model 'broken' has no config.json"),
         ('[engine]\ndtype = "int4"', "'int4' is none of 'float32', 'bfloat16', 'float16' at engine.dtype"),
         ("prompts = 0", "prompts is 0, expected at least 1"),
